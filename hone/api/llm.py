@@ -99,7 +99,8 @@ class LLM:
         params = default_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
-        seed = self.config.trainer.seed if seed is None else seed
+        for default_seed in (self.config.rollout.seed, self.config.trainer.seed):
+            seed = default_seed if seed is None else seed
         prompt_list = _as_prompt_list(prompts)
         prompt_format = prompt_format or self.config.data.prompt_format
         prompt_ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]

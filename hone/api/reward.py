@@ -57,6 +57,8 @@ def reward_parts(reward: Reward) -> list[RewardPart]:
             f"a reward is a function, a name, or a list or dict of them, not {reward!r:.80}"
         )
     parts: list[RewardPart] = []
+    # A sum is reported as `score`, so none of its parts has this name.
+    reserved_names = {"score"} if len(reward) > 1 else set()
     for entry in reward.items() if isinstance(reward, Mapping) else reward:
         scorer, weight = entry if isinstance(entry, tuple) else (entry, 1.0)
         is_scorer = isinstance(scorer, str) or callable(scorer)
@@ -70,7 +72,7 @@ def reward_parts(reward: Reward) -> list[RewardPart]:
         else:
             name = getattr(scorer, "__name__", type(scorer).__name__)
         name = name.strip("<>")  # Python names a lambda "<lambda>"
-        other_names = {part.name for part in parts}
+        other_names = {part.name for part in parts} | reserved_names
         candidates = itertools.chain([name], (f"{name}_{i}" for i in itertools.count(2)))
         unique_name = next(candidate for candidate in candidates if candidate not in other_names)
         parts.append(RewardPart(unique_name, scorer, weight))
@@ -139,7 +141,7 @@ def _weighted_sum(results: Sequence[Result], parts: Sequence[RewardPart]) -> Res
         if isinstance(outcome, Failed):
             raise RewardError(f"{part.name}: {outcome.detail}")
         scores[part.name] = outcome.score
-    return {"score": sum(part.weight * scores[part.name] for part in parts), **scores}
+    return {**scores, "score": sum(part.weight * scores[part.name] for part in parts)}
 
 
 def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], Result]:
@@ -151,10 +153,9 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
     named_parameters = [
         p for p in part.parameters.values() if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
-    if "completions" in part.parameters:
-        takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
-        kwargs_names = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
-        return _trl_call(scorer, {p.name for p in named_parameters} | kwargs_names)
+    is_trl = "completions" in part.parameters
+    if is_trl:
+        known_names |= {"prompts", "completions"}
     names = [p.name for p in named_parameters if p.name in known_names]
     required_names = [p.name for p in named_parameters if p.default is p.empty]
     if not names and len(required_names) == 1:
@@ -168,6 +169,10 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
             f"the reward function {describe(scorer)} takes {', '.join(unknown_names)}, which no row has; "
             f"it may take completion, answer, {column_names}"
         )
+    if is_trl:
+        takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())
+        kwargs_names = {"prompts", *ANSWER_NAMES, *columns} if takes_kwargs else set()
+        return _trl_call(scorer, {*names, *kwargs_names})
     return lambda row: scorer(**{name: row.get(name) for name in names})
 
 

@@ -55,6 +55,13 @@ def test_samples_differ_repeat_and_follow_the_seed(llm: hone.LLM) -> None:
     assert len(set(texts(temperature=0))) == 1
 
 
+def test_the_seed_of_the_rollout_has_priority(tiny: Path, llm: hone.LLM) -> None:
+    sampling: Any = {"max_tokens": 12, "top_p": 1.0, "top_k": -1}
+    with hone.LLM(tiny, **{"rollout.seed": 7}) as seeded_llm:
+        assert seeded_llm.generate("ab", **sampling) == llm.generate("ab", seed=7, **sampling)
+        assert seeded_llm.generate("ab", **sampling) != llm.generate("ab", **sampling)
+
+
 def test_a_stop_string_ends_a_response(llm: hone.LLM) -> None:
     (greedy,) = llm.generate("ab", temperature=0, max_tokens=8, ignore_eos=True)
     (interrupted,) = llm.generate(

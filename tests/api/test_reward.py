@@ -40,6 +40,7 @@ def score(reward: Any, text: str = "2", answer: Any = "2", extra: dict[str, Any]
         lambda completions, answer, **kwargs: [completions + answer == ["2", "2"]],
         lambda completions, **kwargs: [kwargs["level"] == ["easy"] and kwargs["prompts"] == ["1+1="]],
         lambda completions: [completions == ["2"]],
+        lambda completions, scale=2.0, **kwargs: [scale == 2.0 and "scale" not in kwargs],
     ],
 )  # fmt: skip
 def test_a_function_is_given_what_its_parameters_name(function: Any) -> None:
@@ -83,6 +84,17 @@ def test_several_are_summed_by_weight_and_reported_by_name() -> None:
         "score": 2.0, "exact": 1.0, "lambda": 1.0, "lambda_2": 0.0}  # fmt: skip
 
 
+def test_a_part_may_have_the_name_of_the_sum() -> None:
+    def score_(completion: str, answer: str) -> float:
+        return float(completion == answer)
+
+    score_.__name__ = "score"
+    both = {"score": 0.5, "score_2": 0.0, "lambda": 1.0}
+    assert score([score_, (lambda text: 1.0, 0.5)], answer="3") == both
+    assert score([(score_, 3.0)]) == {"score": 3.0}
+    assert [part.name for part in reward_parts(score_)] == ["score"]
+
+
 def test_a_name_is_a_rule_of_the_table() -> None:
     assert score("gsm8k", text="#### 2") == {"score": 1.0, "acc": 1.0}
     assert score({"gsm8k": 0.5}, text="#### 3") == {"score": 0.0, "gsm8k": 0.0}
@@ -117,6 +129,8 @@ def test_what_is_no_reward_is_refused(reward: Any) -> None:
 def test_a_parameter_that_no_row_has_is_named_with_what_there_is() -> None:
     with pytest.raises(ScorerSignatureError, match=r"takes label, which no row has.*level"):
         score(lambda completion, label: 1.0)
+    with pytest.raises(ScorerSignatureError, match=r"takes label, which no row has.*prompts"):
+        score(lambda completions, label, **kwargs: [1.0])
 
 
 def test_the_prompt_is_asked_for_by_name_only() -> None:
