@@ -99,14 +99,16 @@ class LLM:
         params = default_sampling(self.config.rollout) | sampling
         if temperature is not None:
             params["temperature"] = temperature
-        for default_seed in (self.config.rollout.seed, self.config.trainer.seed):
-            seed = default_seed if seed is None else seed
+        seeds = (seed, self.config.rollout.seed, self.config.trainer.seed)
+        call_seed = next(value for value in seeds if value is not None)
         prompt_list = _as_prompt_list(prompts)
         prompt_format = prompt_format or self.config.data.prompt_format
         prompt_ids = [self._prompt_ids(prompt, prompt_format) for prompt in prompt_list]
         response_limits = [self._max_response_tokens(len(ids), max_tokens) for ids in prompt_ids]
         prompt_params = [
-            sampling_params(params, n, seed=seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit)
+            sampling_params(
+                params, n, seed=call_seed, uid=row_uid("prompt", i, 0, 0), max_tokens=limit
+            )
             for i, limit in enumerate(response_limits)
         ]
         responses: dict[int, Response] = {}

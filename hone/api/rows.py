@@ -19,6 +19,8 @@ import numpy as np
 from hone.data.reading import read_rows, rows_of
 from hone.data.rows import SUFFIXES, BadRowPolicy, DataError
 from hone.data.schema import COLUMNS
+from hone.rewards.scorer import decode_json
+from hone.text import short_repr
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonValue, Row
 
@@ -89,16 +91,26 @@ def to_prompt_row(row: Row, number: int, default_source: str, *, with_prompt: bo
     `default_source` is the `data_source` of a row without this column. `with_prompt` also puts the prompt
     into `extra_info`, for a score function that reads prompts.
     """
-    prompt_column = _find_column(row, number, PROMPT_COLUMNS)
+    prompt_column = find_column(row, number, PROMPT_COLUMNS)
     answer_column = next((name for name in ANSWER_COLUMNS if name in row), "")
     prompt_row = {"data_source": default_source, "prompt": row[prompt_column]}
     prompt_row |= {name: value for name, value in row.items() if name in _SCHEMA_COLUMNS}
     prompt_row.setdefault("reward_model", {"style": "rule", "ground_truth": row.get(answer_column)})
     used_columns = (*_SCHEMA_COLUMNS, prompt_column, answer_column)
     extra_info = {name: value for name, value in row.items() if name not in used_columns}
-    extra_info |= row.get("extra_info") or {}
+    extra_info |= extra_info_of(row, number)
     extra_info |= {"prompt": row[prompt_column]} if with_prompt else {}
     return prompt_row | {"extra_info": extra_info}
+
+
+def extra_info_of(row: Row, number: int) -> Fields:
+    """Returns the `extra_info` of a row, which may be JSON text; empty if the row has none."""
+    extra_info = decode_json(row.get("extra_info")) or {}
+    if not isinstance(extra_info, Mapping):
+        raise DataError(
+            f"row {number}, column 'extra_info' must be an object, got {short_repr(extra_info)}"
+        )
+    return extra_info
 
 
 def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
@@ -107,14 +119,14 @@ def to_sft_rows(rows: Sequence[Row]) -> list[Row]:
         return list(rows)
     return [
         {
-            "prompt": row[_find_column(row, number, PROMPT_COLUMNS)],
-            "response": row[_find_column(row, number, RESPONSE_COLUMNS)],
+            "prompt": row[find_column(row, number, PROMPT_COLUMNS)],
+            "response": row[find_column(row, number, RESPONSE_COLUMNS)],
         }
         for number, row in enumerate(rows)
     ]
 
 
-def _find_column(row: Row, number: int, names: Sequence[str]) -> str:
+def find_column(row: Row, number: int, names: Sequence[str]) -> str:
     """Returns the first of `names` that is a column of the row; raises DataError if none is."""
     for name in names:
         if name in row:

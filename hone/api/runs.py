@@ -19,9 +19,12 @@ from hone.api.reward import Reward, as_score_function, reads_prompt, reward_part
 from hone.api.rows import (
     ANSWER_COLUMNS,
     MESSAGES_COLUMN,
+    PROMPT_COLUMNS,
     Data,
     as_rows,
+    extra_info_of,
     file_names,
+    find_column,
     to_prompt_row,
     to_sft_rows,
     write_rows,
@@ -91,13 +94,14 @@ def evaluate(
         )
         call_settings.compose()  # raises for wrong settings before responses are generated
         rows = as_rows(files)
-        prompts = [row["prompt"] for row in rows]
         llm_context: AbstractContextManager[LLM]
         if isinstance(model, LLM):
             llm_context = nullcontext(model)  # the caller's LLM stays open
         else:
             llm_context = LLM(_model_path(model), None, **llm_settings)
         with llm_context as llm:
+            prompt_columns = (llm.config.data.prompt_key, *PROMPT_COLUMNS)
+            prompts = [row[find_column(row, i, prompt_columns)] for i, row in enumerate(rows)]
             responses = llm.generate(prompts, n=n, temperature=temperature, max_tokens=max_tokens)
         for row, response in zip(rows, responses, strict=True):
             row["responses"] = [output.text for output in response.outputs]
@@ -235,7 +239,8 @@ class _RunInputs:
         if files is not None and not needs_prompt:
             store = read_rows(files, BadRowPolicy("skip"), "data")
             if "reward_model" in next(store.scan()):
-                extra_infos = (row.get("extra_info") or () for row in store.scan(["extra_info"]))
+                rows_of_files = enumerate(store.scan(["extra_info"]))
+                extra_infos = (extra_info_of(row, number) for number, row in rows_of_files)
                 self._build_function(set().union(*extra_infos))
                 return files
         user_rows = as_rows(data)

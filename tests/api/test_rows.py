@@ -94,6 +94,13 @@ def test_a_row_keeps_its_columns_in_extra_info() -> None:
     assert to_prompt_row(row, 0, "exact", with_prompt=True)["extra_info"]["prompt"] == "1+1="
 
 
+def test_extra_info_may_be_json_text() -> None:
+    row = {"prompt": "1+1=", "answer": "2", "extra_info": '{"index": 3}'}
+    assert to_prompt_row(row, 0, "exact")["extra_info"] == {"index": 3}
+    with pytest.raises(DataError, match=r"row 5, column 'extra_info' must be an object, got 'x'"):
+        to_prompt_row(row | {"extra_info": "x"}, 5, "exact")
+
+
 def test_a_row_of_verls_schema_stays() -> None:
     row = {
         "data_source": "gsm8k",

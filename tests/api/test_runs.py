@@ -204,6 +204,23 @@ def test_a_loaded_model_is_evaluated_as_it_is(tiny: Path, here: Path) -> None:
     assert not list(here.iterdir())
 
 
+def test_files_of_verls_schema_may_have_another_prompt_column_and_extra_info_as_text(
+    tiny: Path, here: Path
+) -> None:
+    row = {"question": "1+1=", "text": "2+2=", "data_source": "sums"}
+    row |= {"reward_model": {"ground_truth": "2"}, "extra_info": '{"index": 3}'}
+    Path("rows.jsonl").write_text(json.dumps(row) + "\n")
+    with hone.LLM(tiny, prompt_key="text", response_length=2) as llm:
+        result = hone.evaluate(llm, "rows.jsonl", lambda completion, index: float(index))
+        assert result.rows[0]["scores"] == [3.0]
+        assert result.rows[0]["responses"] == [llm.generate("2+2=", temperature=0)[0].text]
+    with hone.LLM(tiny) as llm:
+        result = hone.evaluate(llm, "rows.jsonl", lambda text: 1.0, max_tokens=2)
+        assert result.rows[0]["responses"] == [
+            llm.generate("1+1=", max_tokens=2, temperature=0)[0].text
+        ]
+
+
 @pytest.mark.slow
 def test_every_example_of_the_page_runs(tiny: Path, here: Path) -> None:
     text = (ROOT / "docs" / "python.md").read_text(encoding="utf-8")
