@@ -171,7 +171,7 @@ def train(
     run is written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
     """
     call_settings = CallSettings("ppo_trainer", "hone.train", settings, config)
-    inputs = _RunInputs(reward)
+    inputs, validation = _RunInputs(reward), _reusable(validation)
     with _run_folder("train", call_settings) as folder:
         call_settings.set({"actor_rollout_ref.model.path": _model_path(model)})
         call_settings.set({"data.train_files": inputs.prepare(data, folder, "train")})
@@ -198,6 +198,7 @@ def sft(
     `sft_trainer` config; `config` and `folder` are as in `hone.train`.
     """
     call_settings = CallSettings("sft_trainer", "hone.sft", settings, config)
+    validation = _reusable(validation)
     with _run_folder("sft", call_settings) as folder:
         call_settings.set({"model.path": _model_path(model)})
         column_prefixes = ("data.prompt", "data.response", "data.custom")
@@ -265,6 +266,11 @@ class _RunInputs:
     ) -> None:
         if self._parts and self.score_function is None:
             self.score_function = as_score_function(self._parts, columns, answer_columns)
+
+
+def _reusable(data: Data | None) -> Data | None:
+    """Returns the rows of an iterator as a list, which `Trained.evaluate` can read again."""
+    return list(data) if isinstance(data, Iterator) else data
 
 
 def _model_path(model: Model) -> str:

@@ -30,7 +30,7 @@ def exact(completion: str, answer: str) -> float:
 
 
 def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path) -> None:
-    result = hone.train(tiny, ROWS, exact, validation=ROWS[:2], **SMALL)
+    result = hone.train(tiny, ROWS, exact, validation=iter(ROWS[:2]), **SMALL)
     assert result.folder == Path("runs/train-1")
     assert [line["step"] for line in result.metrics] == [0, 1]
     assert "val-core/exact/reward/mean@1" in result.metrics[-1]
