@@ -182,10 +182,10 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = resolve_model_path(path)
-    if _has_generic_tokenizer(Path(folder)):
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
-    else:
-        with translate_load_errors(path, folder):
+    with translate_load_errors(path, folder):
+        if _has_generic_tokenizer(Path(folder)):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+        else:
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     # transformers silently returns an empty tokenizer for a folder without one.
     if not tokenizer.encode("a b 1", add_special_tokens=False):

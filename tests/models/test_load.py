@@ -315,6 +315,15 @@ def test_the_tokenizer_can_always_pad(folder, tmp_path):
     assert load_tokenizer(str(tmp_path)).pad_token == "</s>"
 
 
+def test_a_truncated_tokenizer_is_refused_with_its_folder(folder, tmp_path):
+    cut = tmp_path / "cut"
+    shutil.copytree(folder, cut)
+    text = (cut / "tokenizer.json").read_text()
+    (cut / "tokenizer.json").write_text(text[: len(text) // 2])
+    with pytest.raises(UnsupportedModel, match="cut cannot be loaded: Expecting"):
+        load_tokenizer(str(cut))
+
+
 def test_eos_ids_are_collected_once_from_all_configs():
     def owner(value):
         return SimpleNamespace(eos_token_id=value)
