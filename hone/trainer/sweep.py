@@ -102,8 +102,9 @@ def combinations(arguments: Sequence[str], schema: str) -> tuple[list[str], list
     """Returns the arguments that all runs share, and one run per combination of the swept arguments."""
     shared_arguments: list[str] = []
     alternatives: list[list[str]] = []
-    for argument in arguments:
-        is_override = "=" in argument and not argument.startswith("-")
+    for previous, argument in zip(["", *arguments], arguments, strict=False):
+        is_value_of_flag = PROGRAM_FLAGS.get(previous, 0) > 0
+        is_override = "=" in argument and not argument.startswith("-") and not is_value_of_flag
         override = parse_override(argument) if is_override else None
         if override is None or not override.is_sweep_override():
             shared_arguments.append(argument)

@@ -267,10 +267,11 @@ def test_refused_keys_of_one_topic_are_one_problem() -> None:
         ("actor_rollout_ref.actor.strategy=veomni", "actor_rollout_ref.ref.strategy", "fsdp2"),
         ("trainer.device=npu", "trainer.device", "auto"),
         ("critic.model.fsdp_config.dtype=float16", "critic.model.fsdp_config.dtype", "auto"),
+        ("trainer.default_hdfs_dir=''", "trainer.default_hdfs_dir", None),
     ],
 )
 def test_another_engine_or_device_runs_with_ours_and_a_note(
-    override: str, key: str, becomes: str
+    override: str, key: str, becomes: str | None
 ) -> None:
     composed = compose([override])
     assert get(composed.config, key) == becomes

@@ -127,7 +127,7 @@ def test_values_that_look_alike_in_a_file_name_have_folders_of_their_own(values:
 def test_flags_of_the_program_reach_every_run(runs: list[list[str]]) -> None:
     sweep(["--dry-run", "trainer.seed=1,3"], *PPO)
     assert [run[2:4] for run in runs] == [["--dry-run", f"trainer.seed={seed}"] for seed in (1, 3)]
-    search = ["--search", "http://x/retrieve"]
+    search = ["--search", "http://x/retrieve?index=1"]
     sweep([*search, "data.n_samples=1,2"], "generation", ["-m", "hone.cli", "generate"])
     assert runs[2][3:5] == search
 
