@@ -116,11 +116,10 @@ def resolve_model_path(path: str) -> str:
     except OSError as error:
         raise ModelNotFound(f"model path {path} cannot be read: {error}", str(path)) from error
     folder = Path(path).expanduser()
-    if not folder.exists():
-        if str(path).startswith(("/", "~", ".")) or str(path).count("/") > 1:
-            raise ModelNotFound(
-                f"model path {path} does not exist; give a folder or a hub name", str(path)
-            )
+    if not path or not folder.exists():
+        if not path or str(path).startswith(("/", "~", ".")) or str(path).count("/") > 1:
+            reason = f"model path {path} does not exist" if path else "the model path is empty"
+            raise ModelNotFound(f"{reason}; give a folder or a hub name", str(path))
         return path
     if (folder / "config.json").is_file():
         checkpoint = enclosing_checkpoint(folder)

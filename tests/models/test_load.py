@@ -315,6 +315,15 @@ def test_the_tokenizer_can_always_pad(folder, tmp_path):
     assert load_tokenizer(str(tmp_path)).pad_token == "</s>"
 
 
+def test_an_empty_path_is_no_run_below_the_working_folder(tmp_path, monkeypatch):
+    export_at(tmp_path / "run" / "global_step_1" / "actor" / "huggingface")
+    write_manifest(tmp_path / "run" / "global_step_1")
+    monkeypatch.chdir(tmp_path)
+    assert resolve_model_path("run").endswith("huggingface")
+    with pytest.raises(ModelNotFound, match="the model path is empty; give a folder"):
+        resolve_model_path("")
+
+
 def test_a_truncated_tokenizer_is_refused_with_its_folder(folder, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(folder, cut)
