@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 def import_external(names: str | Sequence[str] | None) -> None:
     """Imports the modules of `model.external_lib`: names separated by commas, or a list of names."""
     modules = names.split(",") if isinstance(names, str) else names or ()
-    for name in map(str.strip, modules):
+    for name in filter(None, map(str.strip, modules)):
         try:
             importlib.import_module(name)
         except ModuleNotFoundError as error:

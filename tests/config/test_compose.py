@@ -279,6 +279,21 @@ def test_another_engine_or_device_runs_with_ours_and_a_note(
     assert note.startswith(f"{override}: ")
 
 
+def test_an_empty_shell_variable_is_no_adapter_module_stop_string_or_search() -> None:
+    model, rollout = "actor_rollout_ref.model", "actor_rollout_ref.rollout"
+    composed = compose(
+        [f"{model}.lora_adapter_path=", f"{model}.external_lib=", f"{rollout}.stop="]
+    )
+    config = composed.config
+    assert not config.actor_rollout_ref.model.uses_lora
+    assert config.critic.model.external_lib is config.actor_rollout_ref.model.external_lib is None
+    assert config.actor_rollout_ref.rollout.stop == ()
+    composed = compose(["search.url=", "rollout.stop="], config_name="generation")
+    assert composed.config.search.url is None
+    assert composed.config.rollout.stop == ()
+    assert composed.notes[0].startswith("search.url='': it is empty")
+
+
 @pytest.mark.parametrize("name", ["vllm", "vllm_async"])
 def test_vllm_is_used_where_its_package_is_installed(
     name: str, monkeypatch: pytest.MonkeyPatch

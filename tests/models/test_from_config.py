@@ -15,6 +15,7 @@ from hone.models.from_config import (
     build_tokenizer,
     hf_processor,
     hf_tokenizer,
+    import_external,
     normalize_token_ids,
     set_pad_token_id,
 )
@@ -52,6 +53,7 @@ def test_a_template_of_the_run_replaces_the_tokenizers(tmp_path: Path) -> None:
 
 
 def test_a_module_that_cannot_be_imported_is_named() -> None:
+    import_external("json, ")
     with pytest.raises(PluginError, match=r"model\.external_lib=nowhere_at_all"):
         build_tokenizer(replace(ModelConfig(), external_lib="nowhere_at_all"))
 
