@@ -87,6 +87,8 @@ class MultiTurnSFTDataset(SFTDataset):
         key = self.config.multiturn.messages_key
         try:
             check_row_text(row, key)
+            if isinstance(row.get(key), str):
+                raise PromptError("it must be a list of messages, not text")
             messages = as_messages(row.get(key))
             check_message_roles(messages)
         except PromptError as error:

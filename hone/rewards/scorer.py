@@ -248,6 +248,7 @@ def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored
         if not result:
             return Failed("bad_return", "an empty sequence")
         value = result[0]
+    value = value.item() if getattr(value, "shape", None) == (1,) else value  # for NumPy 2.4
     if isinstance(value, (str, bytes)):
         return Failed("bad_return", f"text ({short_repr(value)}), not a number")
     try:

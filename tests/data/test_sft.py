@@ -150,6 +150,12 @@ def test_a_conversation_without_an_assistant_turn_is_a_bad_row(tokenizer: Any) -
         MultiTurnSFTDataset(None, tokenizer, sft_config(), rows=rows)
 
 
+def test_a_conversation_as_text_is_a_bad_row(tokenizer: Any) -> None:
+    rows = [{"messages": '[{"role": "assistant", "content": "b"}]'}]
+    with pytest.raises(DataError, match="column 'messages': it must be a list of messages"):
+        MultiTurnSFTDataset(None, tokenizer, sft_config(), rows=rows)
+
+
 @pytest.mark.parametrize("column", ["messages", "question"])
 def test_a_role_that_no_template_knows_is_a_bad_row(tokenizer: Any, column: str) -> None:
     kind = MultiTurnSFTDataset if column == "messages" else SFTDataset

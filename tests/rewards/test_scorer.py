@@ -161,6 +161,8 @@ def test_a_signal_that_comes_as_the_call_ends_leaves_no_timer(
         (1, 1.0, {}),
         (True, 1.0, {}),
         (np.float32(0.5), 0.5, {}),
+        (np.array([0.5]), 0.5, {}),
+        ({"score": torch.tensor([0.5])}, 0.5, {}),
         (torch.tensor(0.25), 0.25, {}),
         ((0.5, "why"), 0.5, {}),
         (
