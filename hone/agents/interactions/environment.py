@@ -107,7 +107,8 @@ async def _call(function: Function, *arguments: Any, **kwargs: Any) -> Any:
     """Calls an environment's method; a synchronous method runs in a thread."""
     if inspect.iscoroutinefunction(function):
         return await function(*arguments, **kwargs)
-    return await run_in_thread(functools.partial(function, *arguments, **kwargs))
+    result = await run_in_thread(functools.partial(function, *arguments, **kwargs))
+    return await result if inspect.isawaitable(result) else result  # of a decorated async method
 
 
 def _parse_step(step_result: Any) -> tuple[Any, float, bool]:

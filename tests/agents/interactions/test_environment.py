@@ -78,6 +78,39 @@ def test_the_turn_at_a_limit_is_a_step_too_and_its_reward_counts(
         assert fields["reward_scores"] == {"guess": pytest.approx(sum(rewards))}
 
 
+DECORATED = """
+import functools
+
+
+def logged(method):
+    @functools.wraps(method)
+    def call(*arguments, **options):
+        return method(*arguments, **options)
+
+    return call
+
+
+class Decorated:
+    @logged
+    async def reset(self, **options):
+        return "look"
+
+    @logged
+    async def step(self, text):
+        return "", 1.0, True
+"""
+
+
+def test_async_methods_may_be_decorated_by_plain_functions(
+    run_row: Callable[..., Any], tmp_path: Path
+) -> None:
+    (tmp_path / "decorated.py").write_text(DECORATED)
+    listed = f"  - name: it\n    class_name: {tmp_path / 'decorated.py'}:Decorated\n"
+    prompt, _, fields = run_row(listed, ["x", "never"], name="it")
+    assert "u:look" in prompt
+    assert (fields["reward_scores"], fields["tool_failures"]) == ({"it": 1.0}, 0)
+
+
 TALKS = """
 class Talks:
     def reset(self, text="", times=1):
