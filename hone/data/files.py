@@ -153,10 +153,12 @@ def copy(src: StrPath, dst: StrPath) -> bool:
             system.get_file(path, local_path)
     elif is_non_local(dst):
         upload(Path(src), str(dst))
-    elif os.path.isdir(src):
-        shutil.copytree(src, dst, dirs_exist_ok=True)
     else:
-        shutil.copy(src, dst)
+        local_source = os.path.expanduser(str(src).removeprefix("file://"))
+        if os.path.isdir(local_source):
+            shutil.copytree(local_source, dst, dirs_exist_ok=True)
+        else:
+            shutil.copy(local_source, dst)
     return True
 
 

@@ -54,6 +54,25 @@ def test_a_run_goes_on_on_another_machine(train: Callable[..., Run], store: str)
     assert "global_step_1" not in {n.split("/")[0] for n in files.remote_files(store)}
 
 
+@pytest.mark.parametrize("url", ["file://{home}/store", "~/store"])
+def test_a_folder_of_this_machine_is_a_store(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    first, second = (
+        RunFolder(tmp_path / name, url.format(home=tmp_path)) for name in ("first", "second")
+    )
+    first.checkpoint(3).mkdir(parents=True)
+    (first.checkpoint(3) / "trainer_state.json").write_text("{}")
+    write_manifest(first.checkpoint(3))
+    first.metrics_file.write_text('{"step": 3}\n')
+    remote_checkpoints.push(first, 0)
+    assert (tmp_path / "store" / "metrics.jsonl").is_file()
+    remote_checkpoints.pull(second)
+    assert [step for step, _ in second.checkpoints()] == [3]
+    assert second.metrics_file.read_text() == first.metrics_file.read_text()
+
+
 def test_a_damaged_copy_is_passed_over_and_a_later_one_is_set_aside(
     train: Callable[..., Run], store: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
