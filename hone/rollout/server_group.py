@@ -6,6 +6,7 @@ Each update opens a new group, so that restarted servers join again.
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import secrets
 import socket
 from collections.abc import Mapping, Sequence
@@ -110,12 +111,14 @@ class UpdateGroup:
 def _address_reachable_from(urls: Sequence[str]) -> str:
     """Returns this machine's address for all servers; 127.0.0.1 if all servers are on this machine."""
     addresses = map(_address_towards, urls)
-    return next((address for address in addresses if not address.startswith("127.")), "127.0.0.1")
+    remote = (address for address in addresses if not ipaddress.ip_address(address).is_loopback)
+    return next(remote, "127.0.0.1")
 
 
 def _address_towards(url: str) -> str:
     """Returns the address from which this machine connects to a server."""
     parts = urlsplit(url)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    family = socket.AF_INET6 if ":" in (parts.hostname or "") else socket.AF_INET
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((parts.hostname, parts.port or 80))
         return str(probe.getsockname()[0])

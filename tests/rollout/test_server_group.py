@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ def test_the_group_listens_where_servers_of_other_machines_reach_it(
     monkeypatch.setattr(server_group, "_address_towards", addresses.__getitem__)
     assert server_group._address_reachable_from(list(addresses)) == "10.0.0.5"
     assert server_group._address_reachable_from(["http://localhost:1"]) == "127.0.0.1"
+
+
+def test_a_server_at_the_loopback_address_of_ipv6_is_on_this_machine() -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("this machine has no IPv6")
+    assert server_group._address_reachable_from(["http://[::1]:1"]) == "127.0.0.1"
 
 
 @pytest.mark.slow
