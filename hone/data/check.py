@@ -16,8 +16,8 @@ from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
 from hone.data.messages import Prompt, PromptError, PromptTooLong, as_messages, content_text
 from hone.data.prompt_ids import render_prompt
-from hone.data.prompts import FileRows
-from hone.data.reading import read_file
+from hone.data.prompts import FileRows, RowStore
+from hone.data.reading import read_file, to_verl_schema
 from hone.data.rows import BadRowPolicy, DataError
 from hone.data.schema import Problem, SchemaCheck, json_type
 from hone.text import short_repr
@@ -44,12 +44,14 @@ class FileKind:
     response_key: str | None  # the response column of a supervised file without conversations
 
 
-def kind_of_file(columns: Collection[str], config: DataConfig) -> FileKind:
-    """Returns the kind of a file with these columns."""
+def kind_of_file(
+    columns: Collection[str], config: DataConfig, *, is_scored: bool = False
+) -> FileKind:
+    """Returns the kind of a file with these columns; with `is_scored`, the rows are not supervised."""
     names, prompt_key = set(columns), config.prompt_key
-    has_reward = bool(names & {"reward_model", config.reward_fn_key})
+    has_reward = is_scored or bool(names & {"reward_model", config.reward_fn_key})
     has_answers = bool(names & _ANSWER_COLUMNS) and not has_reward
-    if prompt_key not in names:
+    if prompt_key not in names and not is_scored:
         if MESSAGES_COLUMN in names:
             prompt_key = MESSAGES_COLUMN
         elif has_answers and SFTDataConfig.prompt_key in names:
@@ -58,7 +60,7 @@ def kind_of_file(columns: Collection[str], config: DataConfig) -> FileKind:
     has_response = has_answers and prompt_key != MESSAGES_COLUMN
     return FileKind(
         dataclasses.replace(config, prompt_key=prompt_key),
-        is_supervised=prompt_key == MESSAGES_COLUMN or has_answers,
+        is_supervised=not is_scored and (prompt_key == MESSAGES_COLUMN or has_answers),
         response_key=response_key if has_response else None,
     )
 
@@ -86,7 +88,9 @@ def check_file(
         file = read_file(path, bad_rows)
         if file is None:
             return 1, "\n".join(f"error: {message}" for message in bad_rows.examples)
-        kind = kind_of_file(next(iter(file.scan()), {}), config)
+        if score is not None:  # the rows are for RL, and may have PURE's layout
+            (file,) = to_verl_schema(RowStore([file]), config.prompt_key).files
+        kind = kind_of_file(next(iter(file.scan()), {}), config, is_scored=score is not None)
         check = _Check(kind, known_loops, tokenizer, score, bad_rows)
         check.check_rows(file)
     except (DataError, BrokenTemplate) as error:
@@ -163,6 +167,8 @@ class _Check:
 
     def _target_problem(self, row: Row) -> Problem | None:
         """Returns the problem of a supervised row that has nothing to train on, or None."""
+        if not self.kind.is_supervised:
+            return None
         if self.kind.config.prompt_key == MESSAGES_COLUMN:
             if any(message["role"] == "assistant" for message in as_messages(row[MESSAGES_COLUMN])):
                 return None

@@ -252,6 +252,28 @@ def test_a_limit_that_is_given_makes_long_prompts_errors_with_their_rows(
     assert check_file(path, tokenizer=tokenizer, max_prompt_length=9999)[0] == 0
 
 
+@pytest.mark.parametrize(
+    ("columns", "prompt_key"),
+    [(("question", "answer"), "question"), (("prompt", "answer"), "prompt")],
+)
+def test_a_scorer_is_called_on_rows_with_answers_beside_prompts(
+    columns: tuple[str, str], prompt_key: str, write_jsonl: Callable[..., str]
+) -> None:
+    path = write_jsonl([dict(zip(columns, ("1+1?", "2"), strict=True))])
+    seen = []
+
+    def score(row: dict[str, Any]) -> float:
+        seen.append(row)
+        return 1.0
+
+    config = DataConfig(prompt_key=prompt_key, prompt_format="raw")
+    status, report = check_file(path, score=score, config=config)
+    assert status == 0
+    assert "1 in 1 rows" in report
+    truth = (seen[0].get("reward_model") or {}).get("ground_truth")
+    assert truth == ("2" if prompt_key == "question" else None)  # PURE's layout
+
+
 def test_a_scorer_of_ones_own_is_called_on_every_row(write_jsonl: Callable[..., str]) -> None:
     path = write_jsonl([{"prompt": f"{i}", "data_source": "my/own"} for i in range(5)])
 
