@@ -200,7 +200,13 @@ def run_limited(call: Callable[[], T], cpu_limit_s: float) -> T:
         is_interrupt_raised = True
         raise CpuTimeExceeded(f"not done after {cpu_limit_s:g} s of CPU time") from None
     finally:
-        _stop_watching(thread, is_interrupt_raised)
+        is_watched = True
+        while is_watched:
+            try:  # Python may raise an interrupt before the first line of the function
+                _stop_watching(thread, is_interrupt_raised)
+                is_watched = False
+            except _Interrupt:
+                is_interrupt_raised = True
 
 
 def _stop_watching(thread: int, is_interrupt_raised: bool) -> None:

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from hone.data import chat_template
 from hone.data.chat_template import CpuTimeExceeded, run_limited
 
 
@@ -50,6 +51,23 @@ def test_no_interrupt_arrives_after_a_call() -> None:
             continue
     total = sum(1 for _ in range(10**5))
     assert total == 10**5
+
+
+def test_an_interrupt_before_the_end_of_the_watch_is_caught(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop_watching, num_calls = chat_template._stop_watching, 0
+
+    def stop_after_an_interrupt(thread: int, is_interrupt_raised: bool) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        if num_calls == 1:
+            raise chat_template._Interrupt
+        stop_watching(thread, is_interrupt_raised)
+
+    monkeypatch.setattr(chat_template, "_stop_watching", stop_after_an_interrupt)
+    assert run_limited(lambda: "done", 1.0) == "done"
+    assert threading.get_ident() not in chat_template._watcher._cpu_deadlines
 
 
 def test_a_call_leaves_the_interpreter_as_it_was() -> None:
