@@ -129,10 +129,6 @@ _ANSWER_COLUMNS = ("answer", "Answer", "final_answer", "result")  # the last is 
 
 def problem_and_answer(record: Row) -> tuple[JsonValue, JsonValue]:
     """Returns the problem and the answer in the columns of any benchmark; None for a missing one."""
-    if isinstance(record.get("reward_model"), dict):  # DAPO's rows on the Hub have verl's schema
-        prompt = str(record["prompt"][-1]["content"])
-        dapo_problem = prompt.removeprefix(_DAPO_START).removesuffix(_DAPO_END)
-        return dapo_problem, record["reward_model"].get("ground_truth")
     problem, body, answer = (
         next((record[name] for name in names if record.get(name) not in (None, "")), None)
         for names in (_PROBLEM_COLUMNS, _BODY_COLUMNS, _ANSWER_COLUMNS)
@@ -140,6 +136,13 @@ def problem_and_answer(record: Row) -> tuple[JsonValue, JsonValue]:
     if isinstance(answer, list):  # OlympiadBench
         answer = ", ".join(map(str, answer))
     return (f"{body.strip()} {problem}" if body and problem else problem), answer
+
+
+def dapo_problem_and_answer(record: Row) -> tuple[JsonValue, JsonValue]:
+    """Returns the problem and the answer of a row of DAPO, which has verl's schema on the Hub."""
+    prompt = str(record["prompt"][-1]["content"])
+    problem = prompt.removeprefix(_DAPO_START).removesuffix(_DAPO_END)
+    return problem, record["reward_model"].get("ground_truth")
 
 
 def benchmark_splits(source: Source, *, name: str) -> Splits:
@@ -154,11 +157,13 @@ def benchmark_splits(source: Source, *, name: str) -> Splits:
     dapo_problems: set[JsonValue] = set()
 
     def make_row(record: Row, split: str, index: int) -> Row | None:
-        problem, answer = problem_and_answer(record)
+        is_dapo_row = name == "dapo_math" and isinstance(record.get("reward_model"), dict)
+        read = dapo_problem_and_answer if is_dapo_row else problem_and_answer
+        problem, answer = read(record)
         if problem is None or answer is None:
             missing, columns = "answer" if problem else "problem", ", ".join(map(str, record))
             raise DataError(f"record {index} of {data_source} has no {missing}, but {columns}")
-        if "reward_model" in record:  # the Hub has each of DAPO's problems a hundred times
+        if is_dapo_row:  # the Hub has each of DAPO's problems a hundred times
             if problem in dapo_problems:
                 return None
             dapo_problems.add(problem)
