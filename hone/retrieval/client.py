@@ -6,7 +6,6 @@ get None as their result.
 
 from __future__ import annotations
 
-import functools
 import json
 import logging
 import threading
@@ -14,10 +13,10 @@ import time
 import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
-from urllib.parse import urlsplit
 
 from hone.text import error_text
 from hone.types import JsonValue
+from hone.url_opener import service_opener
 
 log = logging.getLogger(__name__)
 
@@ -46,14 +45,6 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
     if len(passages) != len(queries):
         raise RetrievalFailed(f"{url}: {len(queries)} queries got {len(passages)} results")
     return passages
-
-
-@functools.cache
-def service_opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns a URL opener, without a proxy for a service on this machine."""
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    handlers = [urllib.request.ProxyHandler({})] if is_local else []
-    return urllib.request.build_opener(*handlers)
 
 
 def _contents(hit: JsonValue) -> str:

@@ -27,6 +27,7 @@ from hone.rewards.managers.reward_loop import AsyncTokenBucket
 from hone.text import clean_text, error_text
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonObject, JsonValue
+from hone.url_opener import service_opener
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -178,7 +179,9 @@ class ScoringServer:
         request = urllib.request.Request(url, data, headers)
         address = redacted_url(url)
         try:
-            with _opener(url).open(request, timeout=self._config.timeout_s) as answer:
+            with service_opener(url, _NoRedirect).open(
+                request, timeout=self._config.timeout_s
+            ) as answer:
                 content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
         except urllib.error.HTTPError as error:
             body = ""
@@ -256,11 +259,3 @@ class _NoRedirect(urllib.request.HTTPRedirectHandler):
 
     def redirect_request(self, *_: object, **__: object) -> None:
         return None
-
-
-@functools.cache
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns an opener that ignores the environment's proxies for a local server."""
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    proxies = [urllib.request.ProxyHandler({})] if is_local else []
-    return urllib.request.build_opener(_NoRedirect, *proxies)

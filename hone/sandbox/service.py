@@ -5,7 +5,6 @@ A failure of the service raises an error, and is never the result of a program.
 
 from __future__ import annotations
 
-import functools
 import http.client
 import json
 import threading
@@ -25,6 +24,7 @@ from hone.sandbox.result import (
     Status,
 )
 from hone.types import Fields, JsonObject
+from hone.url_opener import service_opener
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -108,7 +108,7 @@ class SandboxService:
                     time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
                 try:
                     timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
-                    with _opener(url).open(request, timeout=timeout) as response:
+                    with service_opener(url).open(request, timeout=timeout) as response:
                         data = response.read()
                     break
                 except urllib.error.HTTPError as error:
@@ -136,14 +136,6 @@ class SandboxService:
         if answer["status"] == "SandboxError":
             raise SandboxServiceError(f"sandbox service failed: {answer.get('message') or answer}")
         return answer
-
-
-@functools.cache
-def _opener(url: str) -> urllib.request.OpenerDirector:
-    """Returns a URL opener, without a proxy for a service on this machine."""
-    is_local = urlsplit(url).hostname in ("127.0.0.1", "::1", "localhost")
-    handlers = [urllib.request.ProxyHandler({})] if is_local else []
-    return urllib.request.build_opener(*handlers)
 
 
 def _to_result(answer: Fields, output_bytes: int) -> SandboxResult:

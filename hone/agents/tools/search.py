@@ -18,8 +18,8 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.event_loop import run_in_thread
-from hone.retrieval.client import service_opener
 from hone.types import Fields, JsonObject, JsonValue, Settings
+from hone.url_opener import service_opener
 
 
 class SearchTool(BaseTool):

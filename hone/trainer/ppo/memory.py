@@ -8,6 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+_MAX_FROZEN_AT_START = 1000
+"""Python 3.12 starts with some 400 frozen objects; a program that calls `gc.freeze` has many more."""
+
 
 class OutOfMemory(RuntimeError):
     """Raised when a device or the machine has too little memory for a step."""
@@ -41,7 +44,8 @@ def freeze_garbage_collection() -> Iterator[Callable[[], None]]:
     Otherwise a full collection takes 0.2 s every few steps. Yields a function to call after each step; the
     first call also excludes the objects of the first step, in which compilers are imported.
     """
-    is_enabled = torch.cuda.is_available() and not gc.get_freeze_count()
+    has_caller_frozen = gc.get_freeze_count() > _MAX_FROZEN_AT_START
+    is_enabled = torch.cuda.is_available() and not has_caller_frozen
     remaining_calls = 2 if is_enabled else 0
 
     def freeze() -> None:
