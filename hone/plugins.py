@@ -10,15 +10,17 @@ import functools
 import hashlib
 import importlib
 import importlib.util
+import inspect
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from enum import Enum
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
 from hone.suggestions import suggestion
+from hone.types import Function
 
 T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
@@ -262,6 +264,70 @@ def _load_file(file: Path) -> ModuleType:
             f"your file cannot be loaded: {describe_error_with_location(error, file)}{hint}"
         ) from error
     return module
+
+
+def unwrap_function(function: Function) -> Function:
+    """Returns the function inside `partial` and `functools.wraps`."""
+    while True:
+        if isinstance(function, functools.partial):
+            function = function.func
+        elif hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        else:
+            return function
+
+
+def definition_location(function: Function) -> str | None:
+    """Returns `FILE:LINE` of the definition of a function, or None for a function in C."""
+    code = code_of(function)
+    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
+
+
+def code_of(function: Function) -> CodeType | None:
+    """Returns the code of a function or of an object's `__call__`; None if it is written in C."""
+    function = unwrap_function(function)
+    code = getattr(function, "__code__", None)
+    if code is None and callable(function):
+        code = getattr(type(function).__call__, "__code__", None)
+    return code if isinstance(code, CodeType) else None
+
+
+def needed_columns(function: Function) -> tuple[str, ...]:
+    """Returns the columns that a user's function lists in its attribute `needs`."""
+    needs = getattr(function, "needs", ())
+    return (needs,) if isinstance(needs, str) else tuple(needs)
+
+
+def check_parameters(kind: str, function: Function, names: Sequence[str]) -> None:
+    """Raises PluginError unless a user's function can be called with keyword arguments of these names,
+    and with the columns that it needs.
+
+    Called by position, a function whose parameters have other names would get the wrong tensors.
+    """
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return  # not a function, or a builtin without a signature; it fails in the first step
+    parameters = signature.parameters.values()
+    known_names = {*names, *needed_columns(function)}
+    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = [p for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
+    unknown_names = [
+        p.name for p in named if p.name not in known_names or p.kind is p.POSITIONAL_ONLY
+    ]
+    takes_none = not takes_any_name and len(unknown_names) == len(named)
+    required_names = {p.name for p in named if p.default is p.empty}
+    wrong_names = [name for name in unknown_names if takes_none or name in required_names]
+    if not takes_any_name:
+        wrong_names += [f"*{p.name}" for p in parameters if p.kind is p.VAR_POSITIONAL]
+    if wrong_names:
+        name = getattr(function, "__name__", type(function).__name__)
+        location = definition_location(function)
+        raise PluginError(
+            f"{f'{location}: ' if location else ''}the {kind} {name}{signature} takes "
+            f"{', '.join(wrong_names)}, but its arguments are passed by name: {', '.join(names)}; a column "
+            f"of the batch is passed if the attribute `needs` of {name} lists it"
+        )
 
 
 def import_external_libs(external_libs: str | Iterable[str] | None = None) -> None:

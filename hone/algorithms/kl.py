@@ -5,13 +5,14 @@ KL is the divergence of the policy from the reference policy.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 
 from torch import Tensor
 
 from hone.config.algorithm import KLControlConfig
 from hone.ops.rows import masked_mean, zero_outside_mask
-from hone.plugins import PluginError, Table
+from hone.plugins import PluginError, Table, definition_location
 
 KLEstimator = Callable[[Tensor, Tensor], Tensor]
 """Takes log π and log π_ref and returns an estimate per token."""
@@ -47,7 +48,7 @@ def kl_penalty_forward(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) ->
 def get_kl_estimator(name: str, key: str) -> KLEstimator:
     """Returns the estimator of a name or of "pkg.mod:object"; error messages contain the config key `key`."""
     try:
-        return TABLE.get(name.removesuffix("+"))
+        estimator = TABLE.get(name.removesuffix("+"))
     except PluginError as error:
         message = f"{key}={name}: {error}; each also with a trailing +"
         if name == "full":
@@ -56,6 +57,15 @@ def get_kl_estimator(name: str, key: str) -> KLEstimator:
                 "use k3 (low variance) or k1"
             )
         raise PluginError(message) from error
+    parameters = list(inspect.signature(estimator).parameters)
+    if [parameter.replace("_", "") for parameter in parameters[:2]] != ["logprob", "reflogprob"]:
+        location = definition_location(estimator)
+        raise PluginError(
+            f"{key}={name}: {f'{location}: ' if location else ''}the KL estimator takes "
+            f"{', '.join(parameters) or 'nothing'}; its parameters are log_prob and ref_log_prob, "
+            "in this order"
+        )
+    return estimator
 
 
 def k1(logprob: Tensor, ref_logprob: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 A function receives the arguments that its parameters name: the response (`completion`, `response`,
 `solution_str`), the answer (`answer`, `ground_truth`, `solution`), `prompt`, `data_source`, `extra_info`
-and other columns of the row. A function that names none of these receives response and
-answer by position. A TRL reward function (`completions`) receives lists of length one.
+and other columns of the row. A function with one parameter of another name receives the
+response; other unknown names are refused. A TRL reward function (`completions`) receives lists of length one.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import itertools
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import NamedTuple, TypeAlias, Union
 
+from hone.plugins import definition_location
 from hone.rewards.async_scorer import is_async
 from hone.rewards.failures import Failed, RewardError, Scored
 from hone.rewards.scorer import ScorerSignatureError, read_result
@@ -41,11 +42,11 @@ class RewardPart(NamedTuple):
 
     @property
     def parameters(self) -> Mapping[str, inspect.Parameter]:
-        """The function's parameters; without a signature, they are the response and the answer."""
+        """The function's parameters; without a signature, its only one is the response."""
         try:
             return inspect.signature(self.scorer).parameters  # type: ignore[arg-type]
         except (ValueError, TypeError):
-            return inspect.signature(lambda text, answer: None).parameters
+            return inspect.signature(lambda text: None).parameters
 
 
 def reward_parts(reward: Reward) -> list[RewardPart]:
@@ -158,16 +159,15 @@ def _reward_call(part: RewardPart, columns: Collection[str]) -> Callable[[Row], 
         known_names |= {"prompts", "completions"}
     names = [p.name for p in named_parameters if p.name in known_names]
     required_names = [p.name for p in named_parameters if p.default is p.empty]
-    if not names and len(required_names) == 1:
+    if not names and len(required_names) == 1:  # a reward of one argument scores the completion
         return lambda row: scorer(row["completion"])
-    if not names and len(required_names) == 2:
-        return lambda row: scorer(row["completion"], row["answer"])
     unknown_names = [name for name in required_names if name not in known_names]
     if unknown_names:
         column_names = ", ".join(sorted(known_names - {*RESPONSE_NAMES, *ANSWER_NAMES}))
+        location = definition_location(scorer)
         raise ScorerSignatureError(
-            f"the reward function {describe(scorer)} takes {', '.join(unknown_names)}, which no row has; "
-            f"it may take completion, answer, {column_names}"
+            f"{f'{location}: ' if location else ''}the reward function {describe(scorer)} takes "
+            f"{', '.join(unknown_names)}, which no row has; it may take completion, answer, {column_names}"
         )
     if is_trl:
         takes_kwargs = any(p.kind is p.VAR_KEYWORD for p in part.parameters.values())

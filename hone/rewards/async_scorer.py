@@ -7,6 +7,7 @@ import inspect
 from functools import partial
 from typing import Any
 
+from hone.plugins import unwrap_function
 from hone.rewards.failures import Failed, Scored
 from hone.rewards.scorer import (
     ScorerInput,
@@ -15,7 +16,6 @@ from hone.rewards.scorer import (
     failure_of,
     read_result,
 )
-from hone.rewards.scorer_code import unwrap_function
 from hone.types import Function, Settings
 
 

@@ -4,25 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
-from functools import partial
 from pathlib import Path
-from types import CodeType
 
+from hone.plugins import code_of, definition_location, unwrap_function
 from hone.types import Function
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
-
-
-def unwrap_function(function: Function) -> Function:
-    """Returns the function inside `partial` and `functools.wraps`."""
-    while True:
-        if isinstance(function, partial):
-            function = function.func
-        elif hasattr(function, "__wrapped__"):
-            function = function.__wrapped__
-        else:
-            return function
 
 
 def describe(function: Function) -> str:
@@ -30,22 +18,16 @@ def describe(function: Function) -> str:
     unwrapped = unwrap_function(function)
     name = getattr(unwrapped, "__qualname__", type(unwrapped).__qualname__)
     module = getattr(unwrapped, "__module__", "?")
-    code = _code_of(unwrapped)
+    code = code_of(unwrapped)
     if code is not None and str(module).startswith(("hone_extern_", "__main__")):
         return f"{name} of {code.co_filename}"
     return f"{module}.{name}"
 
 
-def definition_location(function: Function) -> str | None:
-    """Returns `FILE:LINE` of the definition of a function, or None for a function in C."""
-    code = _code_of(function)
-    return None if code is None else f"{code.co_filename}:{code.co_firstlineno}"
-
-
 def error_location(error: BaseException, function: Function) -> str | None:
     """Returns `FILE:LINE` of the innermost frame in the user's file, or of the definition."""
     frames = traceback.extract_tb(error.__traceback__)
-    code = _code_of(function)
+    code = code_of(function)
     if code is None or code.co_filename.startswith(_PACKAGE_FOLDER):
         # `function` is hone's own, but may have called a registered rule in the user's file.
         non_user_folders = (_PACKAGE_FOLDER, *_LIBRARY_FOLDERS)
@@ -56,11 +38,3 @@ def error_location(error: BaseException, function: Function) -> str | None:
     if not user_frames:
         return definition_location(function)
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
-
-
-def _code_of(function: Function) -> CodeType | None:
-    function = unwrap_function(function)
-    code = getattr(function, "__code__", None)
-    if code is None and callable(function):
-        code = getattr(type(function).__call__, "__code__", None)
-    return code if isinstance(code, CodeType) else None

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Sequence
 from functools import partial
 
+from hone.plugins import definition_location, unwrap_function
 from hone.rewards.scorer import (
     BATCH_ARGUMENTS,
     ROW_ARGUMENTS,
@@ -13,7 +14,7 @@ from hone.rewards.scorer import (
     accepted_arguments,
     accepted_names,
 )
-from hone.rewards.scorer_code import definition_location, describe, unwrap_function
+from hone.rewards.scorer_code import describe
 from hone.types import Function, Settings
 
 

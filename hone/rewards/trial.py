@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hone.config.reward import CustomRewardFunctionConfig
-from hone.plugins import load_extern_object
+from hone.plugins import definition_location, load_extern_object
 from hone.rewards.failures import Failed
 from hone.rewards.managers.rule import NaiveRewardManager, RuleRewardManager
 from hone.rewards.scorer import ScorerInput, extra_info_of, policy_transcript_info
-from hone.rewards.scorer_code import definition_location
 from hone.types import Fields, JsonValue, Settings
 
 RESPONSE_FORMATS = (

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from hone.algorithms.advantages.estimator import needed_columns
 from hone.algorithms.kl import kl_penalty
 from hone.algorithms.policy_losses import TABLE
 from hone.algorithms.policy_losses.policy_loss import (
@@ -34,6 +33,7 @@ from hone.controller import Dispatch, register
 from hone.engine.contract import ModelFacts, ObjectiveOutput, Options, TrainEngine
 from hone.models.from_config import build_tokenizer, import_external
 from hone.ops.rows import masked_mean, shared_prompt_lengths
+from hone.plugins import needed_columns
 from hone.protocol import PADDED_ROW, DataProto
 from hone.protocol.padding import zero_padded_rows
 from hone.types import Fields

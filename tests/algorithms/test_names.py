@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from hone.algorithms import advantages, policy_losses
+from hone.algorithms import advantages, kl, policy_losses
 from hone.algorithms.advantages.estimator import Estimator, FunctionEstimator, Trajectories
 from hone.plugins import PluginError
 
@@ -67,15 +67,16 @@ def test_a_users_function_gets_the_arguments_of_its_signature():
     def plain(token_level_rewards, response_mask):
         return token_level_rewards, response_mask
 
-    def positional(rewards, mask, **others):
-        return rewards, sorted(others)
+    def any_name(**columns):
+        return columns["token_level_rewards"], sorted(columns)
 
     def verls(token_level_rewards, response_mask, index, config=None, **kwargs):
         return config, (index, sorted(kwargs))
 
     batch = Trajectories(1, 0, ["p"], {"trajectory_id": ["t"]})
     assert FunctionEstimator(plain, {})(batch) == (1, 0)
-    assert FunctionEstimator(positional, {})(batch) == (1, ["config", "index", "trajectory_id"])
+    every_name = ["config", "index", "response_mask", "token_level_rewards", "trajectory_id"]
+    assert FunctionEstimator(any_name, {})(batch) == (1, every_name)
     assert FunctionEstimator(verls, {"a": 1})(batch) == ({"a": 1}, (["p"], ["trajectory_id"]))
 
 
@@ -133,6 +134,83 @@ def test_a_users_function_is_found_by_path_with_its_needs():
     path = f"{__name__}:own"
     assert advantages.get_adv_estimator_fn(path) is own
     assert advantages.get_estimator(path).requires == ("values",)
+
+
+def loss_of_two_names(logp, adv):
+    return -(logp * adv).mean(), {}
+
+
+def loss_of_defaults(old=None, new=None):
+    return new, {}
+
+
+def loss_of_any_position(old_log_prob, log_prob, *others):
+    return log_prob, {}
+
+
+def loss_with_an_unlisted_column(log_prob, response_mask, ref_log_prob):
+    return log_prob, {}
+
+
+def estimator_of_two_names(scores, mask):
+    return scores, scores
+
+
+def swapped_kl(ref, logp):
+    return ref - logp
+
+
+def wrong_order_kl(ref_log_prob, log_prob):
+    return log_prob - ref_log_prob
+
+
+def own_kl(log_prob, ref_log_prob):
+    return log_prob - ref_log_prob
+
+
+@pytest.mark.parametrize(
+    ("function", "wrong_names"),
+    [
+        (loss_of_two_names, "logp, adv"),
+        (loss_of_defaults, "old, new"),
+        (loss_of_any_position, r"\*others"),
+        (loss_with_an_unlisted_column, "ref_log_prob"),
+    ],
+)
+def test_a_loss_with_unknown_parameters_is_refused_where_it_is_named(function, wrong_names):
+    line = function.__code__.co_firstlineno
+    sentence = (
+        rf"test_names\.py:{line}: the policy loss {function.__name__}\(.*\) takes {wrong_names}, but its "
+        r"arguments are passed by name: old_log_prob, log_prob, advantages, response_mask, loss_agg_mode, "
+        r"config, rollout_is_weights; .*`needs`"
+    )
+    with pytest.raises(PluginError, match=sentence):
+        policy_losses.get_policy_loss_fn(f"{__name__}:{function.__name__}")
+
+
+def test_a_loss_may_take_a_column_that_it_lists(monkeypatch):
+    path = f"{__name__}:loss_with_an_unlisted_column"
+    monkeypatch.setattr(loss_with_an_unlisted_column, "needs", ("ref_log_prob",), raising=False)
+    assert policy_losses.get_policy_loss_fn(path) is loss_with_an_unlisted_column
+
+
+def test_an_estimator_with_unknown_parameters_is_refused_where_it_is_named():
+    line = estimator_of_two_names.__code__.co_firstlineno
+    sentence = (
+        rf"test_names\.py:{line}: the advantage estimator estimator_of_two_names\(scores, mask\) takes "
+        r"scores, mask, but .* by name: token_level_rewards, response_mask, index, config, trajectory_id;"
+    )
+    with pytest.raises(PluginError, match=sentence):
+        advantages.get_estimator(f"{__name__}:estimator_of_two_names")
+
+
+@pytest.mark.parametrize("function", [swapped_kl, wrong_order_kl])
+def test_a_kl_estimator_with_other_parameters_or_another_order_is_refused(function):
+    line = function.__code__.co_firstlineno
+    sentence = rf"test_names\.py:{line}: the KL estimator takes ref.*log_prob and ref_log_prob, in this order"
+    with pytest.raises(PluginError, match=sentence):
+        kl.get_kl_estimator(f"{__name__}:{function.__name__}", "algorithm.kl_penalty")
+    assert kl.get_kl_estimator(f"{__name__}:own_kl", "algorithm.kl_penalty") is own_kl
 
 
 def test_the_error_of_a_wrong_path_names_the_missing_part():

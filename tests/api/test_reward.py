@@ -33,7 +33,6 @@ def score(reward: Any, text: str = "2", answer: Any = "2", extra: dict[str, Any]
         lambda solution_str, data_source: solution_str + data_source == "2source",
         lambda completion, level: (completion, level) == ("2", "easy"),
         lambda prompt: prompt == "1+1=",
-        lambda text, gold: text + gold == "22",
         lambda text: text == "2",
         lambda text, /: text == "2",
         lambda completion, threshold=3: threshold == 3,
@@ -131,6 +130,17 @@ def test_a_parameter_that_no_row_has_is_named_with_what_there_is() -> None:
         score(lambda completion, label: 1.0)
     with pytest.raises(ScorerSignatureError, match=r"takes label, which no row has.*prompts"):
         score(lambda completions, label, **kwargs: [1.0])
+
+
+def test_two_unknown_parameters_are_refused_with_their_line() -> None:
+    def reward(gold: str, text: str) -> bool:
+        return gold in text
+
+    line = reward.__code__.co_firstlineno
+    with pytest.raises(
+        ScorerSignatureError, match=rf"test_reward\.py:{line}: .*takes gold, text, which"
+    ):
+        score(reward)
 
 
 def test_the_prompt_is_asked_for_by_name_only() -> None:

@@ -33,7 +33,7 @@ from hone.ops.rows import (
     factorise_pairs,
     masked_sum,
 )
-from hone.plugins import PluginError
+from hone.plugins import PluginError, check_parameters, needed_columns
 from hone.types import Columns, Function, JsonValue, Settings
 
 Estimate = tuple[Tensor, Tensor]  # advantages and returns, both [B, T], 0 outside response_mask
@@ -136,18 +136,13 @@ class FunctionEstimator(Estimator):
         return needed_columns(self.function)
 
     def __call__(self, batch: Trajectories) -> Estimate:
-        values = {"index": batch.uid, "config": self.config, **batch.columns}
-        tensors = {"token_level_rewards": batch.rewards, "response_mask": batch.mask}
+        arguments = (batch.rewards, batch.mask, batch.uid, self.config)
+        values = {**dict(zip(_ARGUMENTS, arguments, strict=True)), **batch.columns}
         parameters = inspect.signature(self.function).parameters
-        positional: tuple[Tensor, ...] = ()
-        if tensors.keys() <= parameters.keys():
-            values = tensors | values
-        else:
-            positional = tuple(tensors.values())
         if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
             accepted_names = {*parameters, *self.requires}
             values = {name: value for name, value in values.items() if name in accepted_names}
-        result = self.function(*positional, **values)
+        result = self.function(**values)
         if not isinstance(result, tuple) or len(result) != 2:
             name = getattr(self.function, "__name__", repr(self.function))
             raise PluginError(
@@ -201,12 +196,6 @@ class EstimatorFunction:
         return estimator(Trajectories(rewards, mask, index, columns))
 
 
-def needed_columns(function: Function) -> tuple[str, ...]:
-    """Returns the columns that a user's function lists in its attribute `needs`."""
-    needs = getattr(function, "needs", ())
-    return (needs,) if isinstance(needs, str) else tuple(needs)
-
-
 def create_estimator(entry: Function, config: Settings | None, **options: JsonValue) -> Estimator:
     """Creates the estimator of a table entry: an estimator class, its verl form, or a function."""
     if isinstance(entry, EstimatorFunction):
@@ -221,7 +210,10 @@ def create_estimator(entry: Function, config: Settings | None, **options: JsonVa
             f"{getattr(entry, '__name__', repr(entry))} is not an advantage estimator; name a function, or a "
             "dataclass that inherits from hone.algorithms.advantages.estimator.Estimator"
         )
-    return entry if isinstance(entry, Estimator) else FunctionEstimator(entry, config)
+    if isinstance(entry, Estimator):
+        return entry
+    check_parameters("advantage estimator", entry, (*_ARGUMENTS, TRAJECTORY_COLUMN))
+    return FunctionEstimator(entry, config)
 
 
 @dataclass(frozen=True)

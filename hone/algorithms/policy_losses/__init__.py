@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from hone.plugins import Table
+from hone.plugins import Table, check_parameters
 from hone.types import Function
 
 T = TypeVar("T")
@@ -31,9 +31,18 @@ TABLE: Table[Function] = Table(
 )
 
 
+LOSS_ARGUMENTS = (
+    *("old_log_prob", "log_prob", "advantages", "response_mask"),
+    *("loss_agg_mode", "config", "rollout_is_weights"),
+)
+"""verl's names for the arguments of a loss, in verl's order."""
+
+
 def get_policy_loss_fn(name: str) -> Function:
-    """Returns the loss of a name or of "pkg.mod:object"; raises on an unknown name."""
-    return TABLE.get(name)
+    """Returns the loss of a name or of "pkg.mod:object"; raises on an unknown name or unknown parameters."""
+    loss: Function = TABLE.get(name)
+    check_parameters("policy loss", loss, LOSS_ARGUMENTS)
+    return loss
 
 
 def register_policy_loss(name: str) -> Callable[[T], T]:

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from hone.algorithms.policy_losses import LOSS_ARGUMENTS
 from hone.config.actor import ActorConfig, current_batch_info
 from hone.config.block import setting
 from hone.config.errors import unknown_argument
@@ -337,11 +338,6 @@ def ppo_clip(tokens: Tokens) -> tuple[Tensor, NamedTensors]:
 vanilla = PolicyLoss("vanilla", ppo_clip)
 
 
-_ARGUMENTS = (
-    *("old_log_prob", "log_prob", "advantages", "response_mask"),
-    *("loss_agg_mode", "config", "rollout_is_weights"),
-)
-"""verl's names for the arguments of a loss, in verl's order."""
 _OLD_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
 """The metrics that a loss of verl 0.5 returns after the loss."""
 
@@ -349,35 +345,24 @@ _OLD_METRICS = ("actor/pg_clipfrac", "actor/ppo_kl", "actor/pg_clipfrac_lower")
 def call_custom_loss(
     function: Function, inputs: Inputs, config: ActorConfig, weights: Tensor | None, extras: Fields
 ) -> tuple[Tensor, NamedTensors]:
-    """Calls a user's loss by verl's argument names, or by position if its arguments have other names.
+    """Calls a user's loss by verl's argument names.
 
     The loss gets only the arguments that it has. Importance weights are an error for a loss without such an
     argument, because it would train something else.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    keywords = dict(zip(_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True))
+    keywords = dict(
+        zip(LOSS_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True)
+    )
     parameters = inspect.signature(function).parameters
-    own_parameters = [p for p in parameters.values() if p.name not in extras]
-    takes_any_name = any(p.kind is p.VAR_KEYWORD for p in own_parameters)
-    takes_any_position = any(p.kind is p.VAR_POSITIONAL for p in own_parameters)
-    positional = [
-        p for p in own_parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)
-    ]
-    required = {p.name for p in positional if p.default is p.empty}
-    if required <= set(_ARGUMENTS) and (takes_any_name or (required and not takes_any_position)):
-        num_positional = 0
-    else:
-        num_positional = len(_ARGUMENTS) if takes_any_position else len(positional)
-    values = tuple(keywords.pop(argument) for argument in _ARGUMENTS[:num_positional])
-    if not takes_any_name:
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         keywords = {keyword: v for keyword, v in keywords.items() if keyword in parameters}
-    takes_weights = num_positional >= len(_ARGUMENTS) or "rollout_is_weights" in keywords
-    if weights is not None and not takes_weights:
+    if weights is not None and "rollout_is_weights" not in keywords:
         raise PluginError(
             f"the policy loss {name} has no argument rollout_is_weights, but "
             "algorithm.rollout_correction.rollout_is sets importance weights; add it, or set rollout_is=null"
         )
-    result = function(*values, **keywords, **extras)
+    result = function(**keywords, **extras)
     if isinstance(result, tuple) and len(result) == 1 + len(_OLD_METRICS):
         result = (result[0], dict(zip(_OLD_METRICS, result[1:], strict=True)))
     is_pair = isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor)

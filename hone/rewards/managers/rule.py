@@ -19,6 +19,7 @@ import torch
 from hone.config.reward import RewardKwargs
 from hone.event_loop import run_coroutine
 from hone.ops.rows import last_true_index, split_at_response
+from hone.plugins import unwrap_function
 from hone.protocol import DataProto
 from hone.rewards.async_scorer import await_row, is_async
 from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
@@ -31,7 +32,6 @@ from hone.rewards.scorer import (
     read_rows,
     score_row,
 )
-from hone.rewards.scorer_code import unwrap_function
 from hone.rewards.scores import symbolic, table
 from hone.rewards.signature import check_signature
 from hone.text import printable

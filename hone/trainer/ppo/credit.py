@@ -31,13 +31,12 @@ from hone.config.algorithm import AlgorithmConfig
 from hone.config.reward import RewardModelConfig
 from hone.ops.balancing import calculate_workload, get_seqlen_balanced_partitions
 from hone.ops.rows import Groups, masked_mean, masked_whiten, split_at_response
-from hone.plugins import PluginError
+from hone.plugins import PluginError, unwrap_function
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
 from hone.rewards.managers.rule import RuleRewardManager, move_to_policy_tokens
 from hone.rewards.scorer import accepted_names
-from hone.rewards.scorer_code import unwrap_function
 from hone.text import short_repr
 from hone.trainer.ppo.extras import FAILURE_COLUMN, Extras, extra_numbers, has_extra
 from hone.trainer.ppo.metrics import balance_metrics, style_metrics

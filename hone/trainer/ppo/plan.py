@@ -18,7 +18,6 @@ from hone.algorithms.advantages.estimator import (
     CALL_ONLY,
     Estimator,
     EstimatorFunction,
-    needed_columns,
 )
 from hone.algorithms.credit import STRICT_MIN
 from hone.algorithms.kl import get_kl_estimator
@@ -31,7 +30,7 @@ from hone.config.checks import mesh_problems
 from hone.config.keys import get
 from hone.config.states import lines_per_sentence
 from hone.models.from_config import import_external
-from hone.plugins import PluginError, Table
+from hone.plugins import PluginError, Table, needed_columns
 from hone.rewards.managers.registry import MANAGERS
 from hone.rollout.build import ENGINES
 from hone.suggestions import suggestion

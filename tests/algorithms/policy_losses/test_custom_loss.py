@@ -1,4 +1,4 @@
-"""A user's own loss gets verl's arguments by name or by position, and returns what verl's losses return."""
+"""A user's own loss gets verl's arguments by name, and returns what verl's losses return."""
 
 from __future__ import annotations
 
@@ -24,17 +24,8 @@ def with_another_order(advantages, log_prob, old_log_prob, response_mask):
     return agg_loss(advantages * (log_prob - old_log_prob), response_mask, "token-mean"), {}
 
 
-def with_other_names(old, new, adv, mask, mode, cfg, weights):
-    return agg_loss(adv * (new - old), mask, mode), {"cfg": cfg.clip_ratio}
-
-
-def with_other_names_and_defaults(old=None, new=None, adv=None, mask=None):
-    return agg_loss(adv * (new - old), mask, "token-mean"), {}
-
-
-def with_any_position(old_log_prob, log_prob, *others):
-    advantages, mask, mode, _, _ = others
-    return agg_loss(advantages * (log_prob - old_log_prob), mask, mode), {}
+def with_the_config(log_prob, response_mask, loss_agg_mode, config):
+    return agg_loss(log_prob, response_mask, loss_agg_mode), {"cfg": config.clip_ratio}
 
 
 def with_keywords_only(*, old_log_prob, log_prob, advantages, response_mask, **others):
@@ -54,18 +45,14 @@ def with_a_default_of_its_own(
     return agg_loss(advantages * (log_prob - old_log_prob), response_mask, loss_agg_mode), {}
 
 
-def with_a_column(old, new, adv, mask, ref_log_prob):
+def with_a_column(log_prob, response_mask, ref_log_prob):
     assert ref_log_prob is COLUMN
-    return agg_loss(adv * (new - old), mask, "token-mean"), {}
+    return agg_loss(log_prob, response_mask, "token-mean"), {}
 
 
 def weighted_by_name(old_log_prob, log_prob, advantages, response_mask, rollout_is_weights):
     gap = advantages * (log_prob - old_log_prob) * rollout_is_weights
     return agg_loss(gap, response_mask, "token-mean"), {}
-
-
-def weighted_by_position(old, new, adv, mask, mode, cfg, weights):
-    return agg_loss(adv * (new - old) * weights, mask, mode), {}
 
 
 def per_token(old_log_prob, log_prob, advantages, response_mask, **_):
@@ -87,9 +74,6 @@ def call(function, weights=None, **columns):
 FORMS = (
     loss_of_verl_0_5,
     with_another_order,
-    with_other_names,
-    with_other_names_and_defaults,
-    with_any_position,
     with_keywords_only,
     with_some_names,
     with_a_default_of_its_own,
@@ -102,8 +86,8 @@ def test_a_loss_may_have_any_form_of_verl(function):
 
 
 def test_a_loss_gets_the_config_and_the_columns_that_it_needs():
-    assert call(with_other_names)[1] == {"cfg": 0.2}
-    assert call(with_a_column, ref_log_prob=COLUMN)[0] == pytest.approx(0.25)
+    assert call(with_the_config)[1] == {"cfg": 0.2}
+    assert call(with_a_column, ref_log_prob=COLUMN)[0] == pytest.approx(-1.25)
 
 
 def test_the_metrics_of_verl_0_5_get_their_names():
@@ -115,12 +99,11 @@ def test_the_metrics_of_verl_0_5_get_their_names():
     }
 
 
-@pytest.mark.parametrize("function", [weighted_by_name, weighted_by_position])
-def test_importance_weights_are_passed(function):
-    assert call(function, WEIGHTS)[0] == pytest.approx((-0.5 * 0.5 + 0.25) / 2)
+def test_importance_weights_are_passed():
+    assert call(weighted_by_name, WEIGHTS)[0] == pytest.approx((-0.5 * 0.5 + 0.25) / 2)
 
 
-@pytest.mark.parametrize("function", [loss_of_verl_0_5, with_other_names_and_defaults])
+@pytest.mark.parametrize("function", [loss_of_verl_0_5, with_another_order])
 def test_a_loss_without_importance_weights_is_refused_in_a_run_with_them(function):
     with pytest.raises(PluginError, match="has no argument rollout_is_weights"):
         call(function, WEIGHTS)

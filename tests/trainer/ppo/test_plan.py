@@ -98,13 +98,31 @@ def test_a_warm_up_follows_from_the_columns_not_from_a_name(
         planned("trainer.critic_warmup=5", *needs())
 
 
+def own_loss(log_prob, response_mask, **columns):  # type: ignore[no-untyped-def]
+    return log_prob.sum(), {}
+
+
 def test_a_loss_declares_what_it_reads_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reads_nothing, "needs", {"ref_log_prob", "advantages"}, raising=False)
-    loss = f"{ACTOR}.policy_loss.loss_mode={__name__}:reads_nothing"
+    monkeypatch.setattr(own_loss, "needs", {"ref_log_prob", "advantages"}, raising=False)
+    loss = f"{ACTOR}.policy_loss.loss_mode={__name__}:own_loss"
     assert planned(loss, "algorithm.adv_estimator=grpo").needs_reference
-    monkeypatch.setattr(reads_nothing, "needs", {"rm_scores"})
+    monkeypatch.setattr(own_loss, "needs", {"rm_scores"})
     with pytest.raises(ConfigError, match=r"loss_mode=.*reads rm_scores, which this run does not"):
         planned(loss, "algorithm.adv_estimator=grpo")
+
+
+def takes_other_names(logp, adv):  # type: ignore[no-untyped-def]
+    return -(logp * adv).mean(), {}
+
+
+def test_functions_with_unknown_parameters_are_refused_before_a_model_loads() -> None:
+    own = f"{__name__}:takes_other_names"
+    keys = (f"{ACTOR}.policy_loss.loss_mode", "algorithm.adv_estimator", "algorithm.kl_penalty")
+    for key in keys:
+        with pytest.raises(
+            ConfigError, match=rf"{key}={own}: .*test_plan\.py:\d+: the .*logp, adv"
+        ):
+            planned(f"{key}={own}")
 
 
 def shorter(token_level_rewards, response_mask, **columns):  # type: ignore[no-untyped-def]
