@@ -148,7 +148,7 @@ class JudgeConfig(SchemaBlock):
     format: Literal["text", "json"] = "text"
     """text reads the number after `score_after`; json reads `score` of the last JSON object."""
     score_after: str = "Score:"
-    """Text before the grade; its last occurrence before a number counts."""
+    """Text before the grade; only its last occurrence counts."""
     lowest: float = 0.0
     """Lowest grade, which scores 0."""
     highest: float = 10.0

@@ -46,8 +46,10 @@ CLASSIFIER_SETTINGS = frozenset({"kind", "batch_size"})
 """Settings of `reward_model.server` that a judge does not have."""
 _PLACEHOLDER = re.compile(r"\{(question|response|ground_truth|lowest|highest|score_after)\}")
 _NUMBER = re.compile(r"[\s*_`\"'(\[{<$:=]{0,8}([-+0-9.,eE]{1,24})")
-_MAX_GRADE_POSITIONS = 64
-"""The number of positions at which a grade is searched, from the end of the judge's text."""
+_SCALE = re.compile(r"[\s*_`\"')\]}>$(]{0,8}(?:(?:/|out of|of)[\s*_$]{0,8}([0-9.]{1,24})|(%))")
+"""The scale after a grade, such as the 10 of `8/10` and of `8 (out of 10)`."""
+_MAX_OBJECTS = 64
+"""The number of braces at which a JSON object is searched, from the end of the judge's text."""
 
 
 class CompletionClient(Protocol):
@@ -86,17 +88,24 @@ class ChatServer:
             return cached_text
         messages: JsonValue = [{"role": "user", "content": text}]
         body = self._request_fields | {"messages": messages, "seed": vote}
-        answer = await self.server.post(body, _message_content)
+        answer = await self.server.post(body, self._completion)
         if not isinstance(answer, Failed):
             cache.put(key, answer)
         return answer
 
+    def _completion(self, answer: Fields) -> str | Failed:
+        choice = answer["choices"][0]
+        content = choice["message"]["content"]
+        if not isinstance(content, str | None):
+            raise TypeError(f"the content is a {type(content).__name__}, not text")
+        text = clean_text(content or "")
+        return truncated(text) if choice.get("finish_reason") == "length" else text
 
-def _message_content(answer: Fields) -> str:
-    content = answer["choices"][0]["message"]["content"]
-    if not isinstance(content, str | None):
-        raise TypeError(f"the content is a {type(content).__name__}, not text")
-    return clean_text(content or "")
+
+def truncated(text: str) -> Failed:
+    """Returns the failure of a judge's text that was cut off: a grade in it may be a quotation."""
+    detail = f"the judge's text was cut off by reward_model.judge.max_tokens: {text[-200:]!r}"
+    return Failed("unparsed", detail)
 
 
 class Judge:
@@ -201,35 +210,43 @@ class Judge:
         return (grade - lowest) / (highest - lowest)
 
     def _grade_in_text(self, text: str) -> float | None:
-        """Returns the number after the last `score_after` that is followed by a number."""
+        """Returns the number after the last `score_after`; None if its scale does not end at `highest`."""
         text, marker = text.lower(), self.config.score_after.lower()
-        start = len(text)
-        for _ in range(_MAX_GRADE_POSITIONS):
+        start = text.rfind(marker)
+        # `underscore:` is another word than `score:`.
+        while start > 0 and marker[0].isalnum() and text[start - 1].isalnum():
             start = text.rfind(marker, 0, start)
-            if start < 0:
-                return None
-            match = _NUMBER.match(text, start + len(marker))
-            number = _parse_number(match[1].rstrip(".,eE+-")) if match else None
-            if number is not None:
-                return number
-        return None
+        match = _NUMBER.match(text, start + len(marker)) if start >= 0 else None
+        if match is None:
+            return None
+        number = match[1].rstrip(".,eE+-")
+        scale = _SCALE.match(text, match.start(1) + len(number))
+        if scale and _parse_number(scale[1]) != self.config.highest:
+            return None
+        return _parse_number(number)
 
 
 def _grade_in_json(text: str) -> float | None:
-    """Returns `score` of the last JSON object with this key; of nested objects, of the outermost."""
+    """Returns `score` of the last JSON object with this key; of nested objects, of the outermost.
+
+    Braces after this object that are not JSON may be a grade that was cut off, so they leave no grade.
+    """
     decoder, start = json.JSONDecoder(), len(text)
-    score, score_end = None, -1
-    for _ in range(_MAX_GRADE_POSITIONS):
+    score, score_end, last_broken = None, -1, -1
+    for _ in range(_MAX_OBJECTS):
         start = text.rfind("{", 0, start)
         if start < 0:
             break
         try:
             value, end = decoder.raw_decode(text, start)
         except (ValueError, RecursionError):
+            last_broken = max(last_broken, start)
             continue
         if "score" in value and end > score_end:  # the last object, or an object around it
             score, score_end = value["score"], end
-    return None if isinstance(score, bool | list | dict) else _parse_number(score)
+    if last_broken >= score_end or isinstance(score, bool | list | dict):
+        return None
+    return _parse_number(score)
 
 
 def _parse_number(value: Any) -> float | None:

@@ -22,9 +22,9 @@ from hone.models.policy import PolicyModel
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import Failed
-from hone.rewards.judge import Request
+from hone.rewards.judge import Request, truncated
 from hone.rollout.build import build_native
-from hone.rollout.contract import RolloutSpec, Sampling, trajectory_seed
+from hone.rollout.contract import RolloutSpec, Sampling, StopReason, trajectory_seed
 from hone.workers.device import pick_device, pick_dtype, prepare_process
 
 
@@ -77,13 +77,13 @@ class JudgeWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def complete(self, requests: DataProto) -> DataProto:
-        """Returns the `completion` of each row's `text`, or None if the text is too long.
+        """Returns the `completion` of each row's `text`, or its failure.
 
         The column `vote` numbers the completions of one text; the number is part of the completion's seed.
         """
         columns = requests.non_tensor_batch
 
-        async def complete_all() -> list[str | None]:
+        async def complete_all() -> list[str | Failed]:
             pairs = zip(columns["text"], columns["vote"], strict=True)
             return list(await asyncio.gather(*(self._complete_one(*pair) for pair in pairs)))
 
@@ -95,8 +95,8 @@ class JudgeWorker(Worker):
                 run_coroutine(self.engine.sleep())
         return DataProto(None, {"completion": object_array(completions)})
 
-    async def _complete_one(self, text: str, vote: int) -> str | None:
-        """Returns a completion of the text, or None if the text is too long."""
+    async def _complete_one(self, text: str, vote: int) -> str | Failed:
+        """Returns a completion of the text, or a failure if the text or the completion is too long."""
         tokenizer = self.tokenizer
         if tokenizer.chat_template:
             messages = [{"role": "user", "content": text}]
@@ -105,13 +105,15 @@ class JudgeWorker(Worker):
             )
         ids = tokenizer.encode(text, add_special_tokens=not tokenizer.chat_template)
         if len(ids) > self._max_prompt_length:
-            return None
+            message = "the text is longer than the judge accepts; see reward_model.max_length"
+            return Failed("too_long", message)
         uid = hashlib.sha256(text.encode("utf-8", "replace")).hexdigest()
         judge = self.config.reward_model.judge
         seed = trajectory_seed(self.config.sampling_seed, uid, int(vote))
         sampling = Sampling(judge.max_tokens, judge.temperature, seed)
         output = await self.engine.generate(ids, sampling, f"{uid}/{vote}")
-        return str(tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        completion = str(tokenizer.decode(output.token_ids, skip_special_tokens=True))
+        return truncated(completion) if output.stop_reason is StopReason.LENGTH else completion
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:
@@ -135,12 +137,7 @@ class JudgeWorkerClient:
         columns = {"text": object_array(list(texts)), "vote": object_array(list(votes))}
         result = self._group.call(JudgeWorker.complete, DataProto(None, columns))
         completions = dict(zip(unique_requests, result.non_tensor_batch["completion"], strict=True))
-        message = "the text is longer than the judge accepts; see reward_model.max_length"
-        too_long = Failed("too_long", message)
-        return [
-            too_long if completions[request] is None else completions[request]
-            for request in requests
-        ]
+        return [completions[request] for request in requests]
 
     def pop_metrics(self) -> dict[str, float]:
         return {}

@@ -49,7 +49,16 @@ def grade(*texts: str | Failed, **settings: Any) -> Scored | Failed:
         ("The response claims 'Score: 10'. It is wrong.\nScore: 0", 0.0),
         ("The response claims 'Score: 10'. It is wrong.\nScore: [[0]]", 0.0),
         ("The response claims 'Score: 10'. It is wrong.\nScore: $2$", 0.2),
-        ("Score: 3\nScore: as above", 0.3),
+        ("Score: 8 (out of 10)", 0.8),
+        ("Score: **8** / 10", 0.8),
+        ("Score: 10 out of 100", None),
+        ("Score: 10/100", None),
+        ("Score: 10%", None),
+        ("Score: 3\nScore: as above", None),
+        ("The response says 'Score: 10'. That claim is worth nothing. Score: zero", None),
+        ("It is right. underscore: 1", None),
+        ("Score: 2 for the underscore: 1", 0.2),
+        ("__Score: 8__", 0.8),
         ("Score: 11", None),
         ("Score: -1", None),
         ("Score: 1e5", None),
@@ -84,6 +93,8 @@ def test_the_last_grade_within_the_range_counts(text: str, score: float | None) 
         ('{"score": NaN}', None),
         ('{"score"', None),
         ("Score: 9", None),
+        ('It contained {"score": 10}. Verdict: 0 {broken', None),
+        ('It contained {"score": 10}.\n{"why": "wrong", "sco', None),
     ],
 )
 def test_a_json_grade_is_read_from_the_last_object(text: str, score: float | None) -> None:
@@ -126,6 +137,7 @@ def test_the_range_of_grades_is_configured() -> None:
     result = grade("Score: -1", lowest=-1.0, highest=1.0)
     assert isinstance(result, Scored)
     assert result.score == 0.0
+    assert isinstance(grade("Score: 1/10", highest=1.0), Failed)
     with pytest.raises(WrongSetting, match="score_after is empty"):
         grade("Score: 1", score_after=" ")
     with pytest.raises(WrongSetting, match="lowest=1"):
@@ -203,6 +215,18 @@ def test_an_openai_compatible_server_judges_and_its_answers_are_cached(
     body = server.bodies[0]
     assert (body["model"], body["temperature"], body["max_tokens"]) == ("big", 0.7, 64)
     assert judge.pop_metrics()["reward/server/cache_hits"] == 4
+
+
+def test_a_text_that_was_cut_off_has_no_grade(server: ScoringServer) -> None:
+    text = "The response ends with 'Score: 10', but the reference is 41, so the answer is wr"
+    choice = {"message": {"content": text}, "finish_reason": "length"}
+    server.answer = lambda path, body: {"choices": [choice]}
+    result = run_coroutine(Judge(url=server.url, model="m")("s", "a"))
+    assert isinstance(result, Failed)
+    assert result.reason == "unparsed"
+    assert "max_tokens" in result.detail
+    choice["finish_reason"] = "stop"
+    assert run_coroutine(Judge(url=server.url, model="m")("s", "a"))["score"] == 1.0
 
 
 @pytest.mark.parametrize(

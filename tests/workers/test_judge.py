@@ -35,7 +35,7 @@ def make_worker(model: Path, *overrides: str) -> JudgeWorker:
     return worker
 
 
-def texts(judge: JudgeWorker, *requests: tuple[str, int]) -> list[str | None]:
+def texts(judge: JudgeWorker, *requests: tuple[str, int]) -> list[str | Failed]:
     columns = [object_array(list(column)) for column in zip(*requests, strict=True)]
     data = DataProto(None, dict(zip(("text", "vote"), columns, strict=True)))
     return list(judge.complete(data).non_tensor_batch["completion"])
@@ -55,7 +55,7 @@ def test_a_vote_gives_the_same_text_alone_and_in_a_batch(model: Path) -> None:
     offloaded.close()
 
 
-def test_a_text_that_is_too_long_is_a_failure_of_its_row(model: Path) -> None:
+def test_a_text_that_is_too_long_or_cut_off_is_a_failure_of_its_row(model: Path) -> None:
     class Group:
         def call(self, method: object, data: DataProto) -> DataProto:
             return worker.complete(data)
@@ -63,7 +63,8 @@ def test_a_text_that_is_too_long_is_a_failure_of_its_row(model: Path) -> None:
     worker = make_worker(model, "reward_model.max_length=40")
     completions = JudgeWorkerClient(Group())  # type: ignore[arg-type]
     short, long, again = run_coroutine(completions.complete([("a", 0), ("a" * 100, 0), ("a", 0)]))
-    assert isinstance(short, str)
+    assert isinstance(short, Failed)  # this model never ends its text
+    assert short.reason == "unparsed"
     assert short == again
     assert isinstance(long, Failed)
     assert long.reason == "too_long"
