@@ -179,7 +179,7 @@ def _judge_files() -> dict[str, str]:
     packages = ("hone/__init__.py", "hone/sandbox/__init__.py", "hone/sandbox/judging/__init__.py")
     modules = {
         f"hone/sandbox/judging/{name}.py": (_FOLDER / f"{name}.py").read_text()
-        for name in ("plain_data", "proxies", "judge_server")
+        for name in ("plain_data", "proxies", "program_names", "judge_server")
     }
     return {**dict.fromkeys(packages, ""), **modules}
 

@@ -15,6 +15,7 @@ import sys
 from types import FrameType
 from typing import NoReturn
 
+from hone.sandbox.judging.program_names import names_used_together
 from hone.sandbox.judging.proxies import Session, TestNamespace, TestsFailed
 
 REQUEST_STRUCT = struct.Struct("!dQ")  # timeout_s, memory_bytes
@@ -115,6 +116,11 @@ def _run_tests(session: Session, preamble: str, tests: str) -> None:
         for name, value in namespace.items()
         if isinstance(value, type) and (value.__module__, value.__name__) == ("__main__", name)
     }
+    if names := names_used_together(tests, namespace):
+        raise UnusableTests(
+            f"they use {' and '.join(names)} together and define neither; only one can be a function of the "
+            "program, so define or import the others"
+        )
     session.wait_until_loaded()
     namespace.set_code(tests_code)
     exec(tests_code, namespace)

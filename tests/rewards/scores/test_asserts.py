@@ -89,7 +89,7 @@ def test_reference_programs_of_the_real_sets_pass(
 ) -> None:
     for row in shared_rows("humaneval/test.jsonl"):
         answer = block(row["prompt"] + row["canonical_solution"])
-        extra = {"test": row["test"], "entry_point": row["entry_point"]}
+        extra = {key: row[key] for key in ("prompt", "test", "entry_point")}
         assert asserts.compute_score(answer, None, extra) == 1.0, row["task_id"]
     for row in shared_rows("mbpp/sanitized_mbpp.jsonl")[:120]:
         assert asserts.compute_score(block(row["code"]), None, row, timeout_s=60) == 1.0

@@ -264,6 +264,52 @@ def test_tests_that_cannot_run_are_not_the_programs_failure(tests: str, preamble
     assert (judgement.passed, judgement.usable) == (False, False)
 
 
+UNDEFINED_HELPERS = {
+    "a tolerance": ("assert isclose(f(2), 4.0)", "f and isclose"),
+    "a module": ("import math\nassert np.allclose(f(2), math.pi)", "f and np"),
+    "a comparison of a variable": ("x = f(2)\nassert is_equal(x, 4)", "f and is_equal"),
+    "a comparison of a changed argument": (
+        "x = []\nf(x)\nassert is_equal(x, [4])",
+        "f and is_equal",
+    ),
+    "a helper of the checking function": (
+        "def check(c):\n    x = c([1, 2])\n    assert abs(poly([1, 2], x)) < 1e-4\ncheck(find_zero)",
+        "find_zero and poly",
+    ),
+    "a collection": ("assert Counter(f(2)) == Counter([4])", "Counter and f"),
+    "a loop": ("for x in f(2):\n    assert is_equal(x, 4)", "f and is_equal"),
+}
+
+
+@pytest.mark.parametrize("name", UNDEFINED_HELPERS)
+def test_a_helper_that_the_tests_do_not_define_is_not_the_programs(name: str) -> None:
+    tests, names = UNDEFINED_HELPERS[name]
+    answer_all = "def __getattr__(name): return f"
+    program = "\n".join(f"def {n}(*_): return 0" for n in names.split(" and ")) + f"\n{answer_all}"
+    judgement = judge(program, tests)
+    assert (judgement.passed, judgement.usable) == (False, False)
+    assert f"they use {names} together" in judgement.reason
+
+
+DEFINED_HELPERS = {
+    "imported": "from math import isclose\nassert isclose(f(2), 3.0)",
+    "imported with a star": "from math import *\nassert isclose(f(2), 3.0)",
+    "two functions apart": "x = 2\nassert f(x) == 3\nassert g(x) == 4\ny = f(x)\nz = g(x)\nassert y < z",
+    "two functions in one test": "def check():\n    assert f(2) == 3\n    assert g(2) == 4\ncheck()",
+    "a class of the program": "p = Pair(1)\np.x = 2\nassert h(Pair(3), [p]) == 5",
+}
+
+
+@pytest.mark.parametrize("name", DEFINED_HELPERS)
+def test_functions_of_a_program_are_tested_one_by_one(name: str) -> None:
+    program = (
+        "def f(x): return x + 1\ndef g(x): return x + 2\ndef h(p, q): return p.x + q[0].x\n"
+        "class Pair:\n    def __init__(self, x): self.x = x"
+    )
+    judgement = judge(program, DEFINED_HELPERS[name])
+    assert judgement.passed, judgement.reason
+
+
 def test_tests_without_a_call_count_no_answers() -> None:
     assert judge("def f(): return 1", "def check(c): pass\ncheck(f)").answers == 0
 

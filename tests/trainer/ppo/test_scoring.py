@@ -497,7 +497,9 @@ def test_a_judge_of_our_own_engine_that_gives_no_grade_is_counted(
 ) -> None:
     """A random model writes no grade: the first batch of failures stops the run and says why."""
     settings = (*JUDGED, f"reward_model.model.path={task.model}")
-    with pytest.raises(RewardError, match=r"none of the 8 .*unparsed: the judge.s text was cut off"):
+    with pytest.raises(
+        RewardError, match=r"none of the 8 .*unparsed: the judge.s text was cut off"
+    ):
         train(*settings, "reward_model.judge.max_tokens=4")
     run = train(*settings, "reward_model.judge.score_after=a", "reward_model.judge.highest=1e9",
                 "reward_model.judge.max_tokens=24", "reward_model.judge.temperature=1.0",
