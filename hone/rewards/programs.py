@@ -57,11 +57,11 @@ class StdinTest:
 
 @dataclass(frozen=True)
 class CallTest:
-    """The function (or method of `Solution`) must return one of `expected` for `arguments`."""
+    """The function (or method of `Solution`) must return `expected` for `arguments`."""
 
     function: str
     arguments: list[JsonValue]
-    expected: list[JsonValue]
+    expected: JsonValue
 
 
 @dataclass(frozen=True)
@@ -146,8 +146,11 @@ def _parse_test_mapping(content: JsonObject) -> list[Test]:
     name = content.get("fn_name")
     pairs = zip(inputs, outputs, strict=True)
     if name:
+        # APPS puts every return value into a list of its own.
+        lists = [value for value in outputs if not isinstance(value, str)]
+        is_wrapped = all(isinstance(value, list) and len(value) == 1 for value in lists)
         return [
-            CallTest(str(name), _parse_arguments(item), _expected_values(value))
+            CallTest(str(name), _parse_arguments(item), _return_value(value, is_wrapped))
             for item, value in pairs
         ]
     return [StdinTest(_join_lines(item), _join_lines(value)) for item, value in pairs]
@@ -160,15 +163,14 @@ def _parse_arguments(item: JsonValue) -> list[JsonValue]:
     return item if isinstance(item, list) else [item]
 
 
-def _expected_values(value: JsonValue) -> list[JsonValue]:
-    """Returns the right return values of a call; benchmarks write JSON, or put the value into a list."""
+def _return_value(value: JsonValue, is_wrapped: bool) -> JsonValue:
+    """Returns the right return value of a call, which a row writes as JSON text or as a value."""
     if isinstance(value, str):
         try:
-            return [json.loads(value)]
+            return json.loads(value)
         except ValueError:
-            return [value]
-    # A list of one item is the return value, or contains the return value: verl accepts both.
-    return [value, value[0]] if isinstance(value, list) and len(value) == 1 else [value]
+            return value
+    return value[0] if is_wrapped and isinstance(value, list) else value
 
 
 def _join_lines(value: JsonValue) -> str:
@@ -188,7 +190,7 @@ def passes(code: str, test: Test, limits: Limits) -> bool:
     # Only the end of `_hone_call` can print the secret on the last line.
     *_, last_line = ["", *(output or "").rstrip().splitlines()]
     answer = last_line.removeprefix(secret)
-    return answer != last_line and any(is_equal_json(answer, value) for value in test.expected)
+    return answer != last_line and is_equal_json(answer, test.expected)
 
 
 _CALL_SOURCE = """

@@ -135,7 +135,7 @@ def test_no_answer_to_a_call_makes_the_scorer_raise(expected: object) -> None:
         name: f"import json\njson.dumps = {dumps}\ndef add(*_): return 0"
         for name, dumps in BREAKING.items()
     }
-    test = CallTest("add", [1, 2], [expected])
+    test = CallTest("add", [1, 2], expected)
     assert passing(programs if expected == 3 else dict([*programs.items()][:3]), test) == []
 
 

@@ -47,7 +47,17 @@ def test_the_last_python_block_is_the_program(text: str, code: str) -> None:
         (
             {"fn_name": "f", "inputs": [[1, [2]], "3\n4"], "outputs": [[5], "6"]},
             None,
-            [CallTest("f", [1, [2]], [[5], 5]), CallTest("f", [3, 4], [6])],
+            [CallTest("f", [1, [2]], 5), CallTest("f", [3, 4], 6)],
+        ),
+        (
+            {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[5], [5, 6]]},
+            None,
+            [CallTest("f", [1], [5]), CallTest("f", [2], [5, 6])],
+        ),
+        (
+            {"fn_name": "f", "inputs": [[1], [2]], "outputs": [[[5]], [[]]]},
+            None,
+            [CallTest("f", [1], [5]), CallTest("f", [2], [])],
         ),
     ],
 )

@@ -53,10 +53,21 @@ def test_functions_and_methods_are_called() -> None:
     assert prime_code.compute_score(block("def add(a, b): return a * b"), truth)[0] == 0.0
 
 
-def test_a_call_may_return_a_list_of_one_item() -> None:
-    truth = {"fn_name": "last", "inputs": [[[1, 2]]], "outputs": [[2]]}
-    assert prime_code.compute_score(block("def last(x): return x[-1:]"), truth)[0] == 1.0
-    assert prime_code.compute_score(block("def last(x): return x"), truth)[0] == 0.0
+@pytest.mark.parametrize(
+    ("outputs", "right", "wrong"),
+    [
+        ([[2], [4]], "x[-1]", "x[-1:]"),  # as APPS writes 2 and 4
+        ([2, 4], "x[-1]", "x[-1:]"),
+        (["2", "4"], "x[-1]", "x[-1:]"),
+        ([[[2]], [[4]]], "x[-1:]", "x[-1]"),  # as APPS writes [2] and [4]
+        (["[2]", "[4]"], "x[-1:]", "x[-1]"),
+        ([[1, 2], [4]], "x", "x[-1]"),  # the first shows that these are the values themselves
+    ],
+)
+def test_a_list_of_one_item_is_not_its_item(outputs: list[Any], right: str, wrong: str) -> None:
+    truth = {"fn_name": "f", "inputs": [[[1, 2]], [[4]]], "outputs": outputs}
+    assert prime_code.compute_score(block(f"def f(x): return {right}"), truth)[0] == 1.0
+    assert prime_code.score_details(block(f"def f(x): return {wrong}"), truth)["acc"] == 0.0
 
 
 @pytest.mark.parametrize(
