@@ -20,6 +20,20 @@ def separator_ids(tokenizer: Tokenizer, text: str) -> Tensor:
     return torch.tensor([i for i in ids if tokenizer.decode([i]).endswith(text)], dtype=torch.int64)
 
 
+def blank_ids(tokenizer: Tokenizer) -> Tensor:
+    """Returns the ids of all tokens without visible text, such as line breaks and special tokens."""
+    texts = (tokenizer.decode([i], skip_special_tokens=True) for i in range(len(tokenizer)))
+    return torch.tensor([i for i, text in enumerate(texts) if not text.strip()], dtype=torch.int64)
+
+
+def written_ends(ends: Sequence[int], is_written: Sequence[bool]) -> list[int]:
+    """Returns the last indices of the steps in which the policy wrote text; the others are not steps."""
+    starts = (0, *(end + 1 for end in ends))
+    return [
+        end for start, end in zip(starts, ends, strict=False) if any(is_written[start : end + 1])
+    ]
+
+
 class TokenTextSplitter:
     """Splits a decoded response into the texts of its tokens."""
 

@@ -28,7 +28,13 @@ from hone.config.reward import RewardModelModelConfig
 from hone.controller import Dispatch, register
 from hone.data.messages import Prompt, as_messages
 from hone.data.prompt_ids import render_prompt
-from hone.data.response_steps import TokenTextSplitter, separator_ids, split_steps
+from hone.data.response_steps import (
+    TokenTextSplitter,
+    blank_ids,
+    separator_ids,
+    split_steps,
+    written_ends,
+)
 from hone.data.steps import build_step_separator, unescape_newlines
 from hone.engine.build import build_strategy
 from hone.engine.contract import ObjectiveOutput, Options
@@ -81,6 +87,7 @@ class ProcessRewardModelWorker(TrainWorker):
         )
         self._token_texts = TokenTextSplitter(policy_tokenizer)
         self._step_end_ids = separator_ids(self.tokenizer, self._step_end_text)
+        self._blank_ids = blank_ids(self.tokenizer)
         vocabulary = self.tokenizer.get_vocab().items()
         self._has_policy_vocabulary = policy_tokenizer.get_vocab().items() <= vocabulary
         self._has_warned = False
@@ -166,9 +173,14 @@ class ProcessRewardModelWorker(TrainWorker):
         is_step_end = step_ends(responses, columns["response_mask"], self._step_end_ids)
         # A policy with more embeddings than tokens can sample ids outside the vocabulary.
         is_valid = responses < self.engine.model_facts.vocab_size
+        is_blank = ~is_valid | torch.isin(responses, self._blank_ids)
+        is_written = columns["response_mask"].bool() & ~is_blank
         responses = torch.where(is_valid, responses, self.tokenizer.pad_token_id)
         responses = torch.where(is_step_end, self._separator.tokens[0], responses)
-        end_positions = [is_end.nonzero().squeeze(1).tolist() for is_end in is_step_end]
+        end_positions = [
+            written_ends(is_end.nonzero().squeeze(1).tolist(), written)
+            for is_end, written in zip(is_step_end, is_written.tolist(), strict=True)
+        ]
         rows = zip(_prompt_ids(data), responses.tolist(), end_positions, strict=True)
         return [
             StepRow(prompt_ids, response_ids[: ends[-1] + 1 if ends else 0], ends, ends)
@@ -187,7 +199,15 @@ class ProcessRewardModelWorker(TrainWorker):
             token_texts = self._token_texts(ids)
             response_ids: list[int] = []
             score_positions, policy_positions = [], []
-            for position, step in split_steps(token_texts, policy_mask, self._step_end_text):
+            steps = split_steps(token_texts, policy_mask, self._step_end_text)
+            is_written = [
+                bool(is_policy and text.strip())
+                for is_policy, text in zip(policy_mask, token_texts, strict=True)
+            ]
+            ends = set(written_ends([position for position, _ in steps], is_written))
+            for position, step in steps:
+                if position not in ends or not step.strip():
+                    continue
                 # Text such as "<|im_end|>" is encoded as text, not as the special token.
                 response_ids += self.tokenizer.encode(
                     step.strip(), add_special_tokens=False, split_special_tokens=True

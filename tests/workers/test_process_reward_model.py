@@ -97,6 +97,25 @@ def test_tokens_that_contain_the_separator_and_the_last_token_end_a_step(prm: Pa
     ]
 
 
+@pytest.mark.parametrize("separator", ["\n", "split text"])
+def test_blank_steps_are_not_steps(prm: Path, tmp_path: Path, separator: str) -> None:
+    worker = make_worker(prm if separator == "\n" else save_prm(tmp_path / "plain", words=()))
+    tokenizer = worker.tokenizer
+    texts = ["\n\n" * 5, "ab\n\n\n\n \n\ncd", "\n\nab\n\n"]
+    rows = [tokenizer.encode(text, add_special_tokens=False) for text in texts]
+    rows[2].append(tokenizer.eos_token_id)
+    prompt = tokenizer.encode("1+", add_special_tokens=False)
+    batch = collated(*((prompt, ids, [1] * len(ids)) for ids in rows))
+    actual = worker.compute_rm_score(batch).batch
+    assert actual["step_mask"].sum(1).tolist() == [0, 2, 1]
+    assert actual["step_rewards"][0].tolist() == [0.0] * actual["step_rewards"].shape[1]
+    # The policy that calls a tool and writes blanks after its answer has written one step.
+    ids = tokenizer.encode("ab\n\ncd\n\n\n\n", add_special_tokens=False)
+    is_tool = [piece in "cd" for piece in tokenizer.convert_ids_to_tokens(ids)]
+    mask = [int(not is_observation) for is_observation in is_tool]
+    assert worker.compute_rm_score(collated((prompt, ids, mask))).batch["step_mask"].sum() == 1
+
+
 def test_scores_of_packed_rows_equal_transformers_on_padded_rows(prm: Path) -> None:
     """The separator replaces each token that ends a step."""
     worker = make_worker(prm, "reward_model.credit_assignment=gamma-decay")
@@ -301,7 +320,7 @@ def test_with_another_vocabulary_steps_are_split_by_characters(
     """The prompt has the reward model's template; each step is encoded separately."""
     policy = make()
     worker = make_worker(prm, save_policy_tokenizer(tmp_path / "policy", policy), SUMS)
-    texts = ["so a.\n\nx é 😀\n\nend", "\n\na\n\n\n\nb", "abc </s>"]
+    texts = ["so a.\n\nx é 😀\n\nend", "\n\na\n\n\n\nb", "abc </s>"]  # with blank steps
     rows = [policy.encode(text, add_special_tokens=False) for text in texts]
     rows[0].append(policy.eos_token_id)
     batch = collated(*((policy.encode("q?"), ids, [1] * len(ids)) for ids in rows))
@@ -312,7 +331,7 @@ def test_with_another_vocabulary_steps_are_split_by_characters(
     )
     inputs = [
         [*"so a.", "\n", *"x é 😀", "\n", *"end", "\n"],
-        ["\n", "a", "\n", "\n", "b", "\n"],
+        ["a", "\n", "b", "\n"],
         # "</s>" is a special token of the reward model, which a policy must not be able to write.
         [*("abc </s>" if make is byte_level_tokenizer else "abc"), "\n"],
     ]
@@ -325,7 +344,7 @@ def test_with_another_vocabulary_steps_are_split_by_characters(
         pieces = TokenTextSplitter(policy)(rows[row])
         if row < 2:
             ends = [sum(map(len, pieces[: column + 1])) for column in columns.tolist()]
-            assert ends == ([7, 14, 17] if row == 0 else [2, 5, 7, 8])
+            assert ends == ([7, 14, 17] if row == 0 else [5, 8])
         scores = actual["step_rewards"][row][columns]
         assert torch.allclose(
             scores, expected[row][len(prompt) + torch.tensor(positions)], atol=1e-5
