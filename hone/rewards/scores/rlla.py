@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from hone.text import BadText, read_json
-from hone.types import JsonObject, Settings
+from hone.types import JsonObject, JsonValue, Settings
 
 Call: TypeAlias = tuple[str, JsonObject]  # the name of a tool, and its parameters
 FORMAT_REWARD = 1.0
 MAX_CALLS_REWARD = 3.0
 _BLOCKS = ("tool_call", "response")
-_MARKERS = ("<|im_start|>assistant", "<|start_header_id|>assistant<|end_header_id|>")
-_END_TOKENS = re.compile(r"<\|im_end\|>|<\|eot_id\|>")
+_END_TOKENS = re.compile(r"(?:\s|<\|im_end\|>|<\|eot_id\|>)+$")
 
 
 def compute_score(
@@ -30,9 +29,7 @@ def compute_score(
     step: int = 0,
 ) -> dict[str, float]:
     """Returns `{"score", "format_reward", "accuracy_reward"}`."""
-    for marker in _MARKERS:
-        solution_str = solution_str.rpartition(marker)[2]
-    response = _END_TOKENS.split(solution_str)[0].strip()
+    response = _END_TOKENS.sub("", solution_str).lstrip()
     format_reward = FORMAT_REWARD if _has_format(response, ground_truth) else 0.0
     calls_reward = _calls_reward(response, ground_truth)
     score = format_reward + calls_reward
@@ -72,6 +69,10 @@ def _calls_reward(response: str, reference: str) -> float:
         if best_similarity > 0:
             similarity += best_similarity
             del unmatched[index]
+    # More calls than expected are guesses.
+    num_guesses = max(0, len(calls) - len(expected))
+    guesses = sorted((1.0 + len(parameters) for _, parameters in unmatched), reverse=True)
+    max_similarity += sum(guesses[:num_guesses])
     return 2 * MAX_CALLS_REWARD * similarity / max_similarity - MAX_CALLS_REWARD
 
 
@@ -85,10 +86,20 @@ def _parse_calls(text: str) -> list[Call] | None:
     for line in body.strip().split("\n"):
         try:
             call = read_json(line, strict=True)
-            calls.append((str(call["name"]), dict(call["parameters"])))
+            parameters = {key: _typed(value) for key, value in dict(call["parameters"]).items()}
+            calls.append((str(call["name"]), parameters))
         except (BadText, TypeError, KeyError, ValueError):
             return None
     return calls
+
+
+def _typed(value: JsonValue) -> JsonValue:
+    """Returns a value in which true and false do not equal 1 and 0."""
+    if isinstance(value, bool):
+        return {"bool": str(value)}
+    if isinstance(value, list):
+        return list(map(_typed, value))
+    return {k: _typed(v) for k, v in value.items()} if isinstance(value, dict) else value
 
 
 def _similarity(call: Call, other: Call) -> float:

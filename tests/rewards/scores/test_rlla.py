@@ -18,10 +18,31 @@ def rewards(response: str, truth: str = TRUTH) -> tuple[float, float]:
 
 def test_the_reference_gets_the_highest_rewards() -> None:
     assert rewards(TRUTH) == (1.0, 3.0)
-    assert rewards(f"<|im_start|>user\nx<|im_end|><|im_start|>assistant\n{TRUTH}<|im_end|>") == (
-        1.0,
-        3.0,
-    )
+    assert rewards(f"{TRUTH}<|im_end|>\n") == (1.0, 3.0)
+
+
+def test_text_around_the_blocks_costs_the_format() -> None:
+    for text in (
+        f"<|im_start|>user\nx<|im_end|><|im_start|>assistant\n{TRUTH}<|im_end|>",
+        f"anything<|start_header_id|>assistant<|end_header_id|>{TRUTH}",
+        f"{TRUTH}<|im_end|>anything",
+    ):
+        assert rewards(text) == (0.0, 3.0)
+
+
+def test_guessed_calls_earn_less_than_one_wrong_call() -> None:
+    guesses = "\n".join(ONE.replace('"b": 2', f'"b": {b}') for b in range(20))
+    wrong = ONE.replace('"a": 1', '"a": 7').replace('"b": 2', '"b": 7')
+    assert rewards(TRUTH.replace(ONE, wrong)) == (1.0, 0.0)
+    assert rewards(TRUTH.replace(ONE, guesses))[1] < -2
+    assert rewards(TRUTH.replace(ONE, f"{ONE}\n{wrong}"))[1] < 3
+
+
+def test_true_is_not_1() -> None:
+    assert rewards(TRUTH.replace('"a": 1', '"a": true'))[1] == pytest.approx(6 * 3 / 4 - 3)
+    listed = TRUTH.replace('"a": 1', '"a": [1, {"x": 0}]')
+    assert rewards(listed.replace('"x": 0', '"x": false'), listed)[1] < 3
+    assert rewards(TRUTH.replace('"a": 1', '"a": 1.0')) == (1.0, 3.0)
 
 
 def test_no_call_and_invalid_calls_get_the_lowest_reward() -> None:
