@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+from hone.redaction import redact_text
 from hone.types import JsonObject, JsonValue, Settings
 
 T = TypeVar("T")
@@ -169,9 +170,9 @@ def short_repr(value: T) -> str:
 
 
 def error_text(error: BaseException) -> str:
-    """Returns `ValueError: reason` for an exception, even if its `str` fails."""
+    """Returns `ValueError: reason` for an exception, even if its `str` fails, without secrets of URLs."""
     try:
-        reason = clean_text(str(error))
+        reason = redact_text(clean_text(str(error)))
     except Exception:  # the exception's `__str__` may raise any exception
         reason = "(its message cannot be shown)"
     return f"{type(error).__name__}: {reason}"

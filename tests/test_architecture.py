@@ -48,6 +48,7 @@ LEVELS = {
     "tokenizer": 0,
     "types": -1,  # names for values whose type only the user knows: every room may use them
     "suggestions": -1,  # the nearest known name, for the error of any room
+    "redaction": -1,  # secrets, for whatever writes or shows a setting or an error
     "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {

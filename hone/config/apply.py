@@ -30,6 +30,7 @@ from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, NAME_DOT, Setting
 from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, translate
 from hone.config.trees import Tree
+from hone.redaction import is_redacted, redact
 from hone.types import JsonObject, JsonValue
 
 _KEY_IN_MESSAGE = re.compile(r"[\w.]+(?==)")
@@ -63,6 +64,7 @@ def compose_settings(
     except ConfigError as error:
         raise ConfigError([*composition.problems, *error.problems]) from None
     composition.check_keys_without_field(settings_without_field)
+    composition.check_secrets()
     config = composition.build_config()
     requested_keys = _requested_keys(config, composition.origins)
     config, notes = adjust_values(tree.name, config)
@@ -95,7 +97,7 @@ class _Composition:
         """(key=value, sentence) of each note."""
 
     def add_note(self, key: str, value: Value, sentence: str) -> None:
-        self.notes.append((f"{key}={show_value(value)}", sentence))
+        self.notes.append((f"{key}={show_value(redact(value, key))}", sentence))
 
     def add_problems(self, sentences: Iterable[str]) -> None:
         """Adds problems that concern several keys, unless one of these keys already has a problem."""
@@ -108,6 +110,15 @@ class _Composition:
         for sentence in sentences:
             if endings.isdisjoint(_KEY_IN_MESSAGE.findall(sentence)):
                 self.problems.append(sentence)
+
+    def check_secrets(self) -> None:
+        """Adds a problem for each value that the config of a run folder has without its secret."""
+        for key, value in self.values.items():
+            if is_redacted(value):
+                where = self.origins.get(key, "the config of a run")
+                self.problems.append(
+                    f"{key} holds a secret that is not stored in {where}; set it on the command line"
+                )
 
     def write_settings(self, settings: Sequence[Setting]) -> dict[str, Setting]:
         """Writes the settings over the defaults, and returns those whose key has no field.

@@ -28,6 +28,7 @@ from hone.config.states import (
     translate,
 )
 from hone.config.trees import TREES, Tree
+from hone.redaction import redact
 from hone.suggestions import did_you_mean, nearest
 
 _TREE_NAMES_PLACEHOLDER = "\0"
@@ -73,7 +74,7 @@ def format_with_origins(composed: ComposedConfig, only_set: bool = False) -> str
             if parents[: depth + 1] != previous_parents[: depth + 1]:
                 lines.append(f"{'  ' * depth}{parent}:")
         previous_parents = parents
-        value = to_plain(get(composed.config, key))
+        value = redact(to_plain(get(composed.config, key)), key)
         value_text = (
             json.dumps(value) if isinstance(value, str | dict | list) else show_value(value)
         )
@@ -90,7 +91,7 @@ def as_yaml(composed: ComposedConfig, block: str = "") -> str:
     """Formats a configuration, or one block, as plain YAML that composes to the same configuration."""
     import yaml
 
-    tree = config_to_dict(get(composed.config, block) if block else composed.config)
+    tree = redact(config_to_dict(get(composed.config, block) if block else composed.config))
     text: str = yaml.safe_dump(tree, sort_keys=False, allow_unicode=True)
     return f"# @package {block}\n{text}" if block else text
 

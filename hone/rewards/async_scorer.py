@@ -45,7 +45,7 @@ async def await_row(
             raise RuntimeError("the call cancelled itself (asyncio.CancelledError)")
         return read_result(call.result(), mishaps)
     except (Exception, SystemExit) as error:  # a user's scorer may raise anything
-        return failure_of(error, function)
+        return failure_of(error, function, options)
 
 
 async def await_scorer(function: Function, arguments: Settings) -> Any:

@@ -28,8 +28,8 @@ from typing import Any, TypeVar
 
 from hone.event_loop import raised_by_signal, run_coroutine
 from hone.rewards.failures import Failed, Scored, SetupError, WrongSetting
-from hone.rewards.scorer_code import describe, error_location
-from hone.text import error_text, printable, short_repr
+from hone.rewards.scorer_code import describe, error_location, error_message
+from hone.text import short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Columns, Fields, Function, JsonObject, JsonValue, Settings
 
@@ -230,7 +230,7 @@ def score_row(function: Function, row: ScorerInput, options: Settings) -> Scored
             result = call_scorer(function, row.arguments(), options)
         return read_result(result, mishaps)
     except (Exception, SystemExit) as error:  # a user's scorer may raise anything
-        return failure_of(error, function)
+        return failure_of(error, function, options)
 
 
 def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored | Failed:
@@ -265,7 +265,7 @@ def read_result(result: Any, mishaps: Mapping[str, int] | None = None) -> Scored
     return Scored(score, extras, dict(mishaps or {}))
 
 
-def failure_of(error: BaseException, function: Function) -> Failed:
+def failure_of(error: BaseException, function: Function, options: Settings | None = None) -> Failed:
     """Returns the failure for an exception; re-raises a SetupError, and a SystemExit of a signal handler."""
     if isinstance(error, SetupError) or (isinstance(error, SystemExit) and raised_by_signal(error)):
         raise error
@@ -273,8 +273,7 @@ def failure_of(error: BaseException, function: Function) -> Failed:
     where = f" at {location}" if location else ""
     return Failed(
         "exception",
-        # The message may quote the response, whose control characters would reach the terminal.
-        f"{describe(function)} raised {printable(error_text(error))}{where}",
+        f"{describe(function)} raised {error_message(error, function, options)}{where}",
         tuple(cls.__name__ for cls in type(error).__mro__),
     )
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import sysconfig
 import traceback
+from functools import partial
 from pathlib import Path
 
 from hone.plugins import code_of, definition_location, unwrap_function
-from hone.types import Function
+from hone.redaction import redact_text
+from hone.text import error_text, printable
+from hone.types import Function, Settings
 
 _PACKAGE_FOLDER = str(Path(__file__).parents[1])
 _LIBRARY_FOLDERS = tuple({sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib")})
@@ -38,3 +41,12 @@ def error_location(error: BaseException, function: Function) -> str | None:
     if not user_frames:
         return definition_location(function)
     return f"{user_frames[-1].filename}:{user_frames[-1].lineno}"
+
+
+def error_message(error: BaseException, function: Function, options: Settings | None) -> str:
+    """Returns the message of an exception of a scorer, without the secrets in the scorer's options.
+
+    The message may quote the response, whose control characters would reach the terminal.
+    """
+    bound_options = function.keywords if isinstance(function, partial) else {}
+    return printable(redact_text(error_text(error), {**bound_options, **(options or {})}))

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.redaction import redact
 from hone.tracking.contract import flatten
 from hone.tracking.metrics_file import STEP_KEY, MetricsFile, MetricsRow, find_metrics_file
 from hone.tracking.report_samples import Sample, StepFiles, best_and_worst, read_samples
@@ -120,7 +121,7 @@ def _read_settings(
     try:
         settings = read()
         if isinstance(settings, dict) and flat:
-            return {key: json.dumps(value, default=str) for key, value in flatten(settings)}
+            return {key: json.dumps(value, default=str) for key, value in flatten(redact(settings))}
         if isinstance(settings, dict):
             return settings
         notes.append(f"{file.name} is skipped: it has no keys")

@@ -9,6 +9,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from hone.redaction import redact
 from hone.tracking.atomic import atomic_write_bytes, atomic_write_text, remove_leftovers
 from hone.tracking.contract import RunInfo
 from hone.tracking.metrics_file import MetricsFile
@@ -63,13 +64,13 @@ class RunFolder:
         return [(step, path) for step, path in entries if path.is_dir()]
 
     def write_config(self, config: Settings, origins: Mapping[str, str] | None = None) -> None:
-        """Writes the config; a different earlier config becomes `config.N.yaml`.
+        """Writes the config without its secrets; a different earlier config becomes `config.N.yaml`.
 
         `origins` has the file or command line that set each key.
         """
         import yaml
 
-        text = yaml.safe_dump(dict(config), sort_keys=False, allow_unicode=True)
+        text = yaml.safe_dump(redact(config), sort_keys=False, allow_unicode=True)
         old_bytes = self.config_file.read_bytes() if self.config_file.exists() else text.encode()
         if old_bytes != text.encode():
             earlier_files = _list_numbered(self.path, r"config\.(\d+)\.yaml")

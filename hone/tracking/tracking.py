@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 
 from hone.plugins import Table
+from hone.redaction import redact
 from hone.tracking.atomic import storage_errno
 from hone.tracking.contract import (
     Number,
@@ -76,7 +77,7 @@ class Tracking:
         run = RunInfo(
             project_name,
             experiment_name,
-            config or {},
+            redact(config or {}),
             folder,
             total_steps,
             resumed_from,

@@ -1,6 +1,6 @@
 """Writes the model card of an export: model, data, training settings, curves and evaluation.
 
-Local folders, and settings that may hold a secret, are left out.
+Local folders and secrets are left out.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from pathlib import Path
 
 from hone import __version__
 from hone.config.convert import show_value
+from hone.redaction import redact
 from hone.tracking import RunFolder
 from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import series
@@ -21,12 +22,8 @@ _CURVE_METRICS = (
     "critic/score/mean", "response_length/mean", "actor/entropy", "actor/ppo_kl", "train/loss", "val/loss",
 )  # fmt: skip
 _RESULT_METRICS = re.compile(r"val-core/.*|val/loss|critic/score/mean|train/loss")
-_SECRET_KEY = re.compile(
-    r"token|secret|passw|credential|authoriz|cookie|headers|key_id|api_key|proxy|env_vars|^ray_kwargs",
-    re.IGNORECASE,
-)
-_URL_SECRETS = re.compile(r"(?<=://)[^/@\s]+@|\?\S*")
-"""The user and password of a URL, and its query, which may contain a key."""
+_PRIVATE_KEY = re.compile(r"cookie|headers|proxy|env_vars|^ray_kwargs", re.IGNORECASE)
+"""Settings of the machine that trained, which are left out."""
 
 
 def write_card(folder: Path, checkpoint: Path, name: str) -> None:
@@ -37,7 +34,7 @@ def write_card(folder: Path, checkpoint: Path, name: str) -> None:
     run_folders = [path for path in checkpoint.parents[:3] if (path / "config.yaml").is_file()]
     if run_folders:
         run = RunFolder(run_folders[0])
-        config, origins = run.read_config_or_empty(), run.read_config_origins()
+        config, origins = redact(run.read_config_or_empty()), run.read_config_origins()
         metric_rows = list(run.metrics.rows())
     if step_match := re.search(r"global_step_(\d+)", str(checkpoint)):
         metric_rows = [row for row in metric_rows if row["step"] <= int(step_match[1])]
@@ -82,7 +79,7 @@ def _card_lines(
         yield from (
             f"| {key} | {_without_folders(names)} |" for key, names in files.items() if names
         )
-    keys = [key for key in sorted(origins) if not _SECRET_KEY.search(key)]
+    keys = [key for key in sorted(origins) if not _PRIVATE_KEY.search(key)]
     if keys:
         yield from ("", "## Configuration", "", "The keys that were set; others are defaults.", "")
         yield "```yaml"
@@ -109,11 +106,11 @@ def _config_value(config: JsonObject, key: str) -> JsonValue:
 
 
 def _without_folders(value: JsonValue) -> str:
-    """Returns a value with each path reduced to its name, and without the secrets of a URL."""
+    """Returns a value with each path reduced to its name."""
     if isinstance(value, list):
         return ", ".join(map(_without_folders, value)) or "[]"
     if isinstance(value, str) and "://" in value:
-        return _URL_SECRETS.sub("", value)
+        return value
     if isinstance(value, str) and ("/" in value or "\\" in value):
         is_hub_name = bool(re.fullmatch(r"[\w.-]+/[\w.-]+", value)) and not Path(value).exists()
         return value if is_hub_name else Path(value).name

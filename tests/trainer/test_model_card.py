@@ -57,7 +57,7 @@ def test_a_card_has_no_password_of_a_url_and_no_header(tmp_path: Path) -> None:
     config = CONFIG | {"custom_reward_function": {"reward_kwargs": kwargs}}
     keys = [f"custom_reward_function.reward_kwargs.{name}" for name in kwargs]
     text = card_of(tmp_path, config, dict.fromkeys(keys, "command line"))
-    assert "reward_kwargs.url: https://judge.example/v1" in text
+    assert "reward_kwargs.url: https://<redacted>@judge.example/v1?<redacted>" in text
     assert "s3cret" not in text
 
 

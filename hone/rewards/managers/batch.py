@@ -48,7 +48,7 @@ class BatchRewardManager(RuleRewardManager):
                 results = call_scorer(self.compute_score, arguments, self.options)
                 scores = list(results) if isinstance(results, Iterable) else None
         except (Exception, SystemExit) as error:  # a user's scorer may raise anything
-            return [failure_of(error, self.compute_score)] * len(rows)
+            return [failure_of(error, self.compute_score, self.options)] * len(rows)
         self.failures.update(mishaps)
         if scores is None or len(scores) != len(rows):
             description = type(results).__name__ if scores is None else len(scores)

@@ -23,6 +23,7 @@ from hone.config.convert import show_value
 from hone.data.files import copy_to_local
 from hone.data.loader import Dataset, is_stateful
 from hone.engine.saved_state import METADATA_FILE, read_metadata
+from hone.redaction import redact
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import STORAGE_ERRORS, make_folder, rename_folder, storage_errno, sync
 from hone.tracking.console import screen
@@ -291,10 +292,9 @@ def changed_settings(
 ) -> list[str]:
     """Returns `key=new value, before old value` for the first few settings below `keys` that differ.
 
-    A key that only one of the configs has is a change if the user chose its name. Otherwise the key comes
-    from another version of hone.
+    A key that only one config has is a change if the user chose its name; others are of another version.
     """
-    old_values, new_values = dict(flatten(old_config)), dict(flatten(new_config))
+    old_values, new_values = (dict(flatten(redact(config))) for config in (old_config, new_config))
     prefixes = tuple(f"{key}." for key in keys)
     changes = []
     for key in dict.fromkeys([*new_values, *old_values]):
