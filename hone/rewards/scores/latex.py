@@ -47,7 +47,10 @@ def boxed_answer(text: str) -> str | None:
 _NOT_A_UNIT = re.compile(
     r"\d|\b(?:or|and|to|through|not|plus|minus|times|over|mod|modulo|base|power|squared|cubed"
     r"|factorial|remainder|pi|dozens?|(?:hundred|thousand|million|billion|trillion)(?:th|s|ths)?"
-    r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?)\b",
+    r"|half|halves|thirds?|quarters?|fourths?|fifths?|sixths?|eighths?|tenths?"
+    r"|(?-i:k)|lakhs?|crores?|negative|positive|double[ds]?|twice|tripled?|thrice"
+    r"|zero|one|two|three|four|five|six|seven|eight|nine|ten|eleven|twelve"
+    r"|(?:thir|four|fif|six|seven|eigh|nine)teen|(?:twen|thir|for|fif|six|seven|eigh|nine)ty)\b|,",
     re.IGNORECASE,
 )
 """Words that change the meaning of the number before them; every other word is a unit."""
@@ -88,6 +91,14 @@ _MIXED_NUMBER = re.compile(
     r"(?<![\w.^}\\])(\d{1,64})"
     r"(?: (\d{1,64})/(\d{1,64})| ?\\frac\{(\d{1,64})\}\{(\d{1,64})\})(?![\w.])"
 )
+# \text{ or } is not a sign, because it separates the members of a set
+_CHAIN_SIGN = re.compile(
+    r"\\[{}]|[{}()\[\]]|(?<![<>!:=])=(?!=)"
+    r"|\\(?:lor|vee|implies|Rightarrow|Longrightarrow|iff|Leftrightarrow|equiv|approx|simeq|sim|cong)"
+    r"(?![a-zA-Z])"
+)
+# `x`, `f(41)`, `P(A|B)`, `\angle ABC`, `\text{area of } ABC`
+_NAME = re.compile(r"\s*\$?\s*(?:\\[a-zA-Z]+\s*)?(?:[a-zA-Z]|\{[^{}]*\})[^=+*/^]*")
 # `4'2` is not a number, but a parser reads 42 or 4
 _PRIMED_NUMBER = re.compile(r"\d\s*'+\s*\d")
 # a space that is not between two numbers
@@ -123,6 +134,22 @@ def remove_unit(text: str) -> str:
     r"""Removes a unit at the end of the text, written as `\text{…}` (`5\text{ cm}^2`)."""
     match = _TRAILING_TEXT.search(text)
     return text[: match.start()] if match and not _NOT_A_UNIT.search(match.group(1)) else text
+
+
+def chain_members(text: str) -> list[str]:
+    r"""Returns the sides of the equations and alternatives in an answer (`x=6\cdot 7=42`, `41\lor 42`).
+
+    A name before the first sign is left out. An answer without such a sign is its only member.
+    """
+    members, depth, start = [], 0, 0
+    for match in _CHAIN_SIGN.finditer(text):
+        sign = match[0].removeprefix("\\")
+        depth += (sign in "{([") - (sign in "})]")
+        if depth == 0 and sign not in "{([})]":
+            members.append(text[start : match.start()])
+            start = match.end()
+    members.append(text[start:])
+    return members[1:] if len(members) > 1 and _NAME.fullmatch(members[0]) else members
 
 
 def is_unambiguous(string: str) -> bool:

@@ -13,7 +13,7 @@ TAIL_CHARS = 300  # only the end of a response is searched, as in verl
 BOX_TAIL_CHARS = 100  # the same for `strict_box_verify`
 
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
-_DIGIT = re.compile(r"\d")
+_OTHER_ANSWER = re.compile(r"\d|\bor\b", re.IGNORECASE)
 _UNIT_WORDS = re.compile(
     r"(?<![A-Za-z\\])(?:square|cubic|units?|ways?|integers?|dollars?|cents?|mph|inch(?:es)?|feet|ft"
     r"|hours?|minutes?|seconds?|days?|km|cm|mm|gm|kg|meters?|points?|digits?|degrees?|pounds?"
@@ -32,7 +32,8 @@ def normalize_final_answer(final_answer: str) -> str:
         text = boxed
     elif text.count("$") >= 2:
         start, end = text.index("$"), text.rindex("$")
-        if not _DIGIT.search(text[:start] + " " + text[end + 1 :]):  # not `43 or $42$`
+        # not `43 or $42$`, and not `$42$ or forty-three`
+        if not _OTHER_ANSWER.search(text[:start] + " " + text[end + 1 :]):
             text = text[start + 1 : end]
     text = _UNIT_WORDS.sub(" ", _ARTICLE.sub(" ", text.replace("**", " ")))
     return strip_string(text)

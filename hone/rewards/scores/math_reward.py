@@ -9,6 +9,7 @@ from hone.rewards.ground_truth import as_answer
 from hone.rewards.scores.latex import (
     as_number,
     boxed_answer,
+    chain_members,
     collection_kind,
     is_unambiguous,
     last_boxed_only_string,
@@ -30,6 +31,8 @@ __all__ = [
 
 _EQUIVALENT_KINDS = {"list": "set"}  # `1,2` without braces may equal `\{1,2\}`
 _BASE_SUBSCRIPT = re.compile(r"\d_")
+_LETTER = re.compile(r"(?<!\\)\b[a-zA-Z]")
+_ALTERNATIVES = re.compile(r"\bor\b|\\(?:lor|vee)(?![a-zA-Z])")
 _PERCENT = re.compile(r"\\?%")
 
 
@@ -73,6 +76,13 @@ def is_equiv(str1: str | None, str2: str | None, *, symbolic: bool = True) -> bo
         or is_too_long
         or not is_unambiguous(str1)
     ):
+        return False
+    members, num_truth_members = chain_members(str1), len(chain_members(str2))
+    if not kinds and len(members) > 1 == num_truth_members:
+        return all(is_equiv(member, str2) for member in members)  # not only the last
+    if num_truth_members > 1 and not _LETTER.search(str2):
+        return False  # math-verify finds all true equations of numbers equal
+    if distinct_kinds & {"tuple", "interval"} and _ALTERNATIVES.search(str1):
         return False
     texts = (_PERCENT.sub("", remove_unit(text.strip())) for text in (str1, str2))
     return symbolically_equal(*texts)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from hone.rewards.scores import math_reward, symbolic
+from hone.rewards.scores import math_reward, prime_math, symbolic
 
 
 @pytest.fixture
@@ -77,3 +77,48 @@ def test_without_math_verify_one_warning_is_logged_and_text_is_compared(
         monkeypatch.undo()
         symbolic.is_available.cache_clear()
     assert len([r for r in caplog.records if "hone-rl[math]" in r.message]) == 1
+
+
+WRONG_CHAINS = (
+    (r"x=40\lor x=41\lor x=42", "42"),
+    (r"41\lor 42", "42"),
+    (r"x=41\quad x=42", "42"),
+    (r"a=41\ b=42", "42"),
+    (r"x=41\implies x=42", "42"),
+    (r"41=x=42", "42"),
+    ("6=5", "5"),
+    (r"42\equiv 41", "41"),
+    (r"42\equiv 41", "42"),
+    (r"41\approx 42", "41"),
+    (r"41\approx 42", "42"),
+    ("5=5", "2=2"),
+    (r"2\text{ or }3", "(2,3)"),
+    *((rf"42\text{{{words}}}", "42") for words in (
+        " k", " lakh", " negative", " double", ", forty-three", " or forty-three")),
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(("answer", "truth"), WRONG_CHAINS)
+def test_a_chain_or_an_unknown_multiple_is_not_credited_by_its_last_member(
+    answer: str, truth: str
+) -> None:
+    assert not math_reward.is_equiv(answer, truth)
+    assert not prime_math.grade_answer(answer, truth)
+
+
+@pytest.mark.parametrize(
+    ("answer", "truth"),
+    [
+        (r"x=6\cdot 7=42", "42"),
+        (r"\text{area}=42", "42"),
+        (r"f(41)=42", "42"),  # a name for the value
+        (r"\angle ABC=42", "42"),
+        (r"\sum_{i=1}^{3} i", "6"),
+        (r"x=2\text{ or }x=3", "2,3"),
+        ("y=3+2x", "y=2x+3"),
+        (r"42\text{ K}", "42"),
+        (r"42\text{ km}", "42"),
+    ],
+)
+def test_an_equation_whose_sides_are_right_is_credited(answer: str, truth: str) -> None:
+    assert math_reward.is_equiv(answer, truth)
