@@ -7,6 +7,7 @@ resolves to the Hugging Face export inside it, so a run can start from the folde
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import logging
 import re
@@ -216,7 +217,7 @@ class LoadOptions(TypedDict, total=False):
     override_config: Settings | None
     """Values that override the model's config.json."""
     device: torch.device | None
-    """The device that the model will run on; loading only checks that the family supports the device."""
+    """The device that the model will run on, by default the CPU; the caller moves the model there."""
 
 
 def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -227,7 +228,7 @@ def load_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel
     from transformers import AutoModelForCausalLM
 
     config = _model_config(path, options)
-    return _load_pretrained(AutoModelForCausalLM, path, config, options["dtype"], is_head_new=False)
+    return _load_pretrained(AutoModelForCausalLM, path, config, options, is_head_new=False)
 
 
 def empty_causal_lm(path: str, **options: Unpack[LoadOptions]) -> PreTrainedModel:
@@ -292,7 +293,7 @@ def load_classifier(
     config.label2id = {label: index for index, label in enumerate(labels)}
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        lm = _load_pretrained(auto_class, path, config, options["dtype"], is_head_new=is_head_new)
+        lm = _load_pretrained(auto_class, path, config, options, is_head_new=is_head_new)
     if not isinstance(getattr(lm, "score", None), torch.nn.Linear):
         raise UnsupportedModel(f"{path}: a {type(lm).__name__} has no linear head `score`")
     return lm
@@ -333,7 +334,7 @@ def _load_pretrained(
     auto_class: type[_BaseAutoModelClass],
     path: str,
     config: PreTrainedConfig,
-    dtype: torch.dtype,
+    options: LoadOptions,
     *,
     is_head_new: bool,
 ) -> PreTrainedModel:
@@ -346,7 +347,7 @@ def _load_pretrained(
         lm, report = auto_class.from_pretrained(
             folder,
             config=config,
-            dtype=dtype,
+            dtype=options["dtype"],
             attn_implementation=register_attention(),
             output_loading_info=True,
             ignore_mismatched_sizes=True,  # transformers' own error does not name the tensor
@@ -369,7 +370,19 @@ def _load_pretrained(
             f"{path} cannot be loaded: {problems[0]}{more}; copy config.json and all weight files of "
             "one model"
         )
+    copy_from_files(lm, options.get("device"))
     return lm
+
+
+def copy_from_files(lm: PreTrainedModel, device: torch.device | None = None) -> None:
+    """Copies the tensors of a loaded model to memory, one by one, if it will run on the CPU (the default).
+
+    `from_pretrained` maps the weight files: a model would change with its files, and a truncated file
+    would kill the process with SIGBUS. A model for another device is copied by the move to the device.
+    """
+    if device is None or device.type == "cpu":
+        for tensor in itertools.chain(lm.parameters(), lm.buffers()):
+            tensor.data = tensor.data.clone()
 
 
 def load_config(path: str, *, device: torch.device | None = None) -> PreTrainedConfig:

@@ -21,7 +21,12 @@ from hone.data.messages import as_messages
 from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
-from hone.models.load import load_tokenizer, resolve_model_path, translate_load_errors
+from hone.models.load import (
+    copy_from_files,
+    load_tokenizer,
+    resolve_model_path,
+    translate_load_errors,
+)
 from hone.ops.rows import MicroBatchRule, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.conversation import (
@@ -109,6 +114,7 @@ class RewardModelWorker(Worker):
                 f"{key} has no trained weights for {names[0]} of {type(self.model).__name__}; name a "
                 "trained reward model, or use reward_model.type=judge for a model that generates text"
             )
+        copy_from_files(self.model, self.device)
         self.model.to(self.device).eval()
         if self._classifier_kind == "sequence" and hasattr(self.model, "sequence_summary"):
             raise UnsupportedModel(

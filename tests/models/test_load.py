@@ -6,6 +6,8 @@ import json
 import logging
 import pickle
 import shutil
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -350,3 +352,38 @@ def test_a_folder_without_a_tokenizer_is_refused(folder, tmp_path) -> None:
         shutil.copy(f"{folder}/{name}", bare / name)
     with pytest.raises((UnsupportedModel, ModelNotFound), match="tokenizer"):
         load_tokenizer(str(bare))
+
+
+_DAMAGE_FILES_AFTER_LOADING = """
+import os, sys, torch
+from copy import deepcopy
+from pathlib import Path
+from hone.models.load import load_causal_lm, load_classifier
+
+torch.set_num_threads(1)
+kind, folder = sys.argv[1:]
+if kind == "classifier":
+    lm = load_classifier(folder, ["value"], dtype=torch.float32)
+else:
+    lm = load_causal_lm(folder, dtype=torch.float32)
+before = deepcopy(lm.state_dict())
+[file] = [*Path(folder).glob("*.safetensors"), *Path(folder).glob("*.bin")]
+with open(file, "r+b") as stream:
+    stream.write(bytes(os.path.getsize(file)))
+for size in (os.path.getsize(file), 0):
+    os.truncate(file, size)
+    for name, tensor in lm.state_dict().items():
+        assert torch.equal(tensor, before[name]), f"{name} changed with the file"
+"""
+
+
+@pytest.mark.parametrize("kind", ["safetensors", "bin", "classifier"])
+def test_a_loaded_model_outlives_its_overwritten_and_truncated_file(folder, tmp_path, kind):
+    shutil.copytree(folder, tmp_path / "model")
+    if kind == "bin":
+        weights = tmp_path / "model" / "model.safetensors"
+        torch.save(load_file(weights), tmp_path / "model" / "pytorch_model.bin")
+        weights.unlink()
+    command = [sys.executable, "-c", _DAMAGE_FILES_AFTER_LOADING, kind, str(tmp_path / "model")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, (done.returncode, done.stderr[-500:])

@@ -249,3 +249,14 @@ def test_an_offloaded_model_scores_the_same_and_uses_no_memory_between_batches(
     for _ in range(2):
         assert not any(p.untyped_storage().nbytes() for p in offloaded.model.parameters())
         assert torch.equal(offloaded.compute_rm_score(batch).batch["rm_scores"], expected_scores)
+
+
+def test_the_scores_do_not_change_with_the_weight_file(tmp_path: Path) -> None:
+    model = save_classifier(tmp_path)
+    worker = make_worker(model, f"reward_model.model.input_tokenizer={model}")
+    batch = batch_of(worker.tokenizer)
+    scores = worker.compute_rm_score(batch).batch["rm_scores"]
+    weights = model / "model.safetensors"
+    with weights.open("r+b") as file:
+        file.write(bytes(weights.stat().st_size))
+    assert torch.equal(worker.compute_rm_score(batch).batch["rm_scores"], scores)

@@ -333,7 +333,7 @@ def build(spec: EngineSpec) -> MegatronEngine:
     _check_supported(spec)
     mesh = join_mesh(spec)
     # Every rank reads the whole model on the host and keeps its part.
-    module = load_module(replace(spec, device=torch.device("cpu"), optim=None))
+    module = load_module(replace(spec, optim=None), torch.device("cpu"))
     stage, is_tied = _build_stage(spec, module)
     stage_tensors = StageTensors(stage, module, process_groups(), is_tied=is_tied)
     optimizer = None
