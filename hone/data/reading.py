@@ -39,6 +39,10 @@ PURE_INSTRUCTION = (
 )
 PURE_DATA_SOURCE = "numina_olympiads"  # PURE's data source for rows that have none
 
+MIN_BOMB_BYTES = 1 << 30
+MAX_EXPANSION = 1000
+"""A parquet file that decompresses to more bytes than both limits is refused; the second is a ratio."""
+
 
 def _parse_json_line(line: str) -> tuple[JsonValue, tuple[str, str] | None]:
     """Returns (row, problem); a problem is (reason, message), or None."""
@@ -99,8 +103,22 @@ def _read_parquet(path: str, bad_rows: BadRowPolicy) -> FileRows:
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    # partitioning=None: a folder called `split=train` must not become a column.
-    table = pq.read_table(path, partitioning=None)
+    file_size = os.path.getsize(path)
+    max_bytes = max(MIN_BOMB_BYTES, MAX_EXPANSION * file_size)
+    num_bytes = 0
+    with pq.ParquetFile(path) as file:
+        tables = [file.schema_arrow.empty_table()]
+        for index in range(file.num_row_groups):
+            tables.append(file.read_row_group(index))
+            num_bytes += tables[-1].nbytes
+            if num_bytes > max_bytes:
+                bad_rows.report(
+                    "unreadable file",
+                    f"{path}: its {file_size:,} bytes decompress to more than {max_bytes:,}; if the rows "
+                    "are right, write them as jsonl",
+                )
+                return FileRows(path, [], [])
+    table = pa.concat_tables(tables)
     if not any(has_type(data_type, pa.types.is_temporal) for data_type in table.schema.types):
         try:
             table.validate(full=True)

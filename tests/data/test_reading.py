@@ -8,11 +8,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 from omegaconf import OmegaConf
 
 from hone.config.data import DataConfig
+from hone.data import reading
 from hone.data.dataset import RLHFDataset
 from hone.data.reading import (
     PURE_DATA_SOURCE,
@@ -377,3 +380,31 @@ def test_a_corrupt_gzip_file_is_unreadable(tmp_path: Path) -> None:
 def test_rows_and_files_are_not_mixed() -> None:
     with pytest.raises(DataError, match="rows and files are mixed"):
         read_rows([{"prompt": "a"}, "b.jsonl"], BadRowPolicy("raise"))
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_parquet_file_that_decompresses_to_far_more_than_its_size_is_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, policy: str
+) -> None:
+    monkeypatch.setattr(reading, "MIN_BOMB_BYTES", 1 << 20)
+    bomb, good = tmp_path / "bomb.parquet", tmp_path / "good.parquet"
+    pq.write_table(
+        pa.table({"prompt": ["x" * 100_000] * 1000}), bomb, row_group_size=10, compression="zstd"
+    )
+    pq.write_table(pa.table({"prompt": ["a", "b"]}), good, row_group_size=1)
+    bad_rows = BadRowPolicy(policy)
+    row_groups: list[int] = []
+    plain = pq.ParquetFile.read_row_group
+    monkeypatch.setattr(
+        pq.ParquetFile,
+        "read_row_group",
+        lambda self, index: (row_groups.append(index), plain(self, index))[1],
+    )
+    if policy == "raise":
+        with pytest.raises(DataError, match=r"bomb\.parquet: its .* bytes decompress to more than"):
+            read_rows(str(bomb), bad_rows)
+    else:
+        store = read_rows([str(bomb), str(good)], bad_rows)
+        assert [row["prompt"] for row in store.scan()] == ["a", "b"]
+        assert bad_rows.counts == {"unreadable file": 1}
+    assert 0 < max(row_groups) < 90
