@@ -238,8 +238,9 @@ class _Preflight:
                 yield str(error)
                 continue
             if lengths.too_long and data.truncation == "error":
+                measured = "" if lengths.rows == len(dataset) else "the first "
                 yield (
-                    f"{lengths.too_long:,} of {len(dataset):,} prompts have more than "
+                    f"{lengths.too_long:,} of {measured}{lengths.rows:,} prompts have more than "
                     f"data.max_prompt_length={data.max_prompt_length} tokens, the longest "
                     f"{lengths.longest:,} ({lengths.where}); raise it, or set "
                     "data.filter_overlong_prompts=true or data.truncation=left|right|middle"

@@ -33,6 +33,8 @@ MODEL_STYLE = "reward_model.style=model"
 MAX_SOURCES = 16
 """Scorers are tried for at most this many data sources, on three rows of each source."""
 PROMPTS_PER_PROGRESS_UPDATE = 256
+MAX_OVERLONG_PROMPTS = 256
+"""With `data.truncation=error`, measuring ends after so many prompts that stop the run."""
 """The number of prompts between two updates of the progress bar."""
 
 
@@ -202,9 +204,10 @@ def try_scorers(
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Prompt lengths in tokens, over all rows of a data set."""
+    """Prompt lengths in tokens, over the rows of a data set."""
 
     rows: int
+    """The number of measured rows: all, unless so many prompts were too long that measuring ended."""
     shortest: int
     longest: int
     """A lower bound if the prompt is far above the limit."""
@@ -222,25 +225,31 @@ def measure_prompts(dataset: RLHFDataset, *, advance: Callable[[int], None]) -> 
         # The file may have moved, so the cache has the position of the longest prompt.
         return PromptLengths(**cached["lengths"], where=dataset.where(cached["longest_position"]))
     max_length = dataset.settings.max_prompt_length
+    refuses_overlong = dataset.settings.truncation == "error"
     lengths: list[int] = []
+    too_long = 0
     for index, length in enumerate(dataset.prompt_lengths()):
         if isinstance(length, PromptTooLong):
             length = 2 * max_length + 65  # a lower bound: `truncate` tokenises no further
         elif isinstance(length, PromptError):
             raise DataError(f"{dataset.where(index)}: {length}") from length
         lengths.append(length)
+        too_long += length > max_length
+        if refuses_overlong and too_long == MAX_OVERLONG_PROMPTS:
+            break
         if index % PROMPTS_PER_PROGRESS_UPDATE == PROMPTS_PER_PROGRESS_UPDATE - 1:
             advance(PROMPTS_PER_PROGRESS_UPDATE)
     statistics = {
         "rows": len(lengths),
         "shortest": min(lengths),
         "longest": max(lengths),
-        "too_long": sum(length > max_length for length in lengths),
+        "too_long": too_long,
     }
     longest_position = lengths.index(max(lengths))
-    with contextlib.suppress(OSError):  # without the cache the next run is only slower
-        content = {"lengths": statistics, "longest_position": longest_position}
-        atomic_write_text(cache_file, json.dumps(content))
+    if len(lengths) == len(dataset):
+        with contextlib.suppress(OSError):  # without the cache the next run is only slower
+            content = {"lengths": statistics, "longest_position": longest_position}
+            atomic_write_text(cache_file, json.dumps(content))
     return PromptLengths(**statistics, where=dataset.where(longest_position))
 
 

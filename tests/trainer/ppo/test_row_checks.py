@@ -39,6 +39,15 @@ def test_prompts_are_measured_once_per_data_set(
     assert len(lengths) == 3
 
 
+def test_measuring_ends_when_enough_prompts_are_too_long(task: Task, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(task_row(i % 6, i)) + "\n" for i in range(600)))
+    overrides = (f"data.train_files={rows}", "data.max_prompt_length=2")
+    (problem,) = problems_of(task, tmp_path / "run", *overrides)
+    assert "256 of the first 256 prompts have more than data.max_prompt_length=2" in problem
+    dry_run(task, tmp_path / "run", *overrides, "data.truncation=left")
+
+
 def test_an_agent_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from hone.agents.loop_names import LoopNames
     from hone.config import load_config
