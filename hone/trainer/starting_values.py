@@ -98,6 +98,10 @@ def _length_settings(settings: Settings, device: str, max_length: int | None) ->
         response_tokens = min(response_tokens, max_response_tokens)
     lengths = {"data.max_response_length": max(1, response_tokens)}
     if max_length and prompt_tokens is None:
-        reserved_tokens = settings.get("data.max_response_length", response_tokens)
-        lengths["data.max_prompt_length"] = max(1, min(512, max_length - reserved_tokens))
+        prompt_tokens = max_length - settings.get("data.max_response_length", response_tokens)
+        if (
+            prompt_tokens < 1
+        ):  # the response length is too large, which the checks of the prompts report
+            prompt_tokens = max_length
+        lengths["data.max_prompt_length"] = min(512, prompt_tokens)
     return lengths

@@ -68,6 +68,14 @@ def test_what_the_user_gave_is_never_touched_and_what_depends_on_it_follows(
     assert result["data.max_response_length"] == 14
 
 
+def test_a_response_that_takes_all_positions_does_not_shorten_the_prompts(
+    settings_of_task: dict[str, Any],
+) -> None:
+    settings = {**settings_of_task, "data.max_response_length": 1_000_000}
+    assert values(settings)["data.max_prompt_length"] == 64
+    assert values({**settings, "data.max_response_length": 60})["data.max_prompt_length"] == 4
+
+
 def test_a_model_or_file_that_is_not_there_is_left_to_the_checks_that_name_it() -> None:
     missing = {"data.train_files": "nowhere.parquet", "actor_rollout_ref.model.path": "/nowhere"}
     assert "actor_rollout_ref.actor.optim.lr" not in values(missing)

@@ -6,6 +6,7 @@ has already checked the configuration.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -237,7 +238,12 @@ class _Preflight:
             except DataError as error:
                 yield str(error)
                 continue
-            if lengths.too_long and data.truncation == "error":
+            response_tokens = data.max_response_length
+            refuses_overlong = lengths.too_long > 0 and data.truncation == "error"
+            # A higher data.max_prompt_length is no remedy if the response takes all other positions.
+            limit_is_full = data.max_prompt_length + response_tokens >= (positions or math.inf)
+            is_response_too_long = limit_is_full and lengths.longest < positions
+            if refuses_overlong and not is_response_too_long:
                 measured = "" if lengths.rows == len(dataset) else "the first "
                 yield (
                     f"{lengths.too_long:,} of {measured}{lengths.rows:,} prompts have more than "
@@ -246,8 +252,9 @@ class _Preflight:
                     "data.filter_overlong_prompts=true or data.truncation=left|right|middle"
                 )
                 continue
-            prompt_tokens = min(lengths.longest, data.max_prompt_length)
-            response_tokens = data.max_response_length
+            prompt_tokens = lengths.longest
+            if not refuses_overlong:
+                prompt_tokens = min(prompt_tokens, data.max_prompt_length)
             if positions and prompt_tokens + response_tokens > positions:
                 yield (
                     f"a prompt of {prompt_tokens:,} tokens ({lengths.where}) and "

@@ -41,6 +41,19 @@ def test_a_response_that_exceeds_the_positions_of_the_model_is_refused_with_what
     dry_run(task, tmp_path / "run", f"data.max_response_length={fits}")
 
 
+@pytest.mark.parametrize("prompt_tokens_left", [1, 0, -1_000_000])
+def test_a_response_that_leaves_no_room_for_the_prompts_is_blamed(
+    task: Task, tmp_path: Path, prompt_tokens_left: int
+) -> None:
+    positions = json.loads((task.model / "config.json").read_text())["max_position_embeddings"]
+    lengths = (positions - prompt_tokens_left, max(1, prompt_tokens_left))
+    keys = ("data.max_response_length", "data.max_prompt_length")
+    overrides = [f"{key}={length}" for key, length in zip(keys, lengths, strict=True)]
+    (problem,) = problems_of(task, tmp_path, *overrides)
+    assert f"data.max_response_length={lengths[0]} exceed the model's" in problem
+    assert "raise it" not in problem
+
+
 @pytest.mark.parametrize("role", ["actor_rollout_ref.actor", "critic"])
 def test_an_unknown_optimizer_is_refused_before_a_model_loads(
     task: Task, tmp_path: Path, role: str
