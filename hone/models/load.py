@@ -30,6 +30,7 @@ from hone.models.families import (
     override_fields,
 )
 from hone.models.policy import register_attention
+from hone.tracking.console import screen
 from hone.tracking.manifest import MANIFEST, enclosing_checkpoint, find_damage
 from hone.types import Settings
 
@@ -45,6 +46,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EXPORT_FOLDER = "huggingface"
+MAX_NAMED_RUNS = 5
 _META_LOCK = threading.Lock()
 """Held while `register_parameter` is patched for all modules."""
 _STEP_FOLDER = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
@@ -134,10 +136,20 @@ def resolve_model_path(path: str) -> str:
         if problem is None:
             for skipped_problem in problems:
                 _warn_once(f"{skipped_problem}; using {candidate}")
+            if folder not in (candidate.parent, candidate.parent.parent):
+                _print_once(f"{folder} is a run folder: its newest checkpoint {candidate} is used")
             return str(candidate)
         problems.append(f"{candidate.parent} is a damaged checkpoint: {problem}")
     if problems:
         raise ModelNotFound("; ".join(problems), str(path))
+    runs = sorted({str(step_folder.parent) for step_folder in _step_folders(folder, "**/*")})
+    if runs:
+        more = ", …" if runs[MAX_NAMED_RUNS:] else ""
+        raise ModelNotFound(
+            f"{folder} holds no model, but {len(runs)} run{'s' * (len(runs) > 1)}: "
+            f"{', '.join(runs[:MAX_NAMED_RUNS])}{more}; name one of them",
+            str(path),
+        )
     raise ModelNotFound(
         f"{folder} holds no model: expected config.json there, or a checkpoint with "
         f"actor/{EXPORT_FOLDER}/config.json inside",
@@ -146,19 +158,21 @@ def resolve_model_path(path: str) -> str:
 
 
 def _exports(folder: Path) -> Iterator[Path]:
-    """Yields the exports in a checkpoint or run folder, then the exports of runs inside the folder.
-
-    Of the exports of a run, the latest step's comes first.
-    """
+    """Yields the exports in a checkpoint or run folder, the latest step's first."""
     candidates = [folder / EXPORT_FOLDER, folder / "actor" / EXPORT_FOLDER]
-    step_folders = []
-    for path in folder.glob("**/*"):
-        match = _STEP_FOLDER.search(path.name)
-        if match and path.is_dir():
-            step_folders.append((-len(path.parts), int(match[1]), path))
-    for _, _, step_folder in sorted(step_folders, reverse=True):
+    for step_folder in _step_folders(folder, "*"):
         candidates += [step_folder / "actor" / EXPORT_FOLDER, step_folder / EXPORT_FOLDER]
     return (path for path in candidates if (path / "config.json").is_file())
+
+
+def _step_folders(folder: Path, pattern: str) -> list[Path]:
+    """Returns the checkpoint folders that match a glob pattern, the latest step first."""
+    steps = [
+        (int(match[1]), path)
+        for path in folder.glob(pattern)
+        if (match := _STEP_FOLDER.search(path.name)) and path.is_dir()
+    ]
+    return [path for _, path in sorted(steps, reverse=True)]
 
 
 def _checkpoint_damage(export: Path) -> str | None:
@@ -170,6 +184,11 @@ def _checkpoint_damage(export: Path) -> str | None:
     if problem is not None and not (checkpoint / MANIFEST).is_file():
         problem += f" (to use the model as it is, name {export})"
     return problem
+
+
+@functools.cache
+def _print_once(text: str) -> None:
+    screen().line(text)
 
 
 @functools.cache

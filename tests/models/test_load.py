@@ -112,6 +112,24 @@ def test_in_a_run_the_checkpoint_before_a_damaged_one_is_used_with_a_warning(run
     assert "is a damaged checkpoint" in message
 
 
+def test_a_run_folder_is_said_to_be_one_with_its_newest_checkpoint(run, capsys):
+    for _ in range(2):  # for tokenizer and weights; one line
+        newest = resolve_model_path(str(run))
+    resolve_model_path(str(run / "global_step_1"))
+    line = f"{run} is a run folder: its newest checkpoint {newest} is used"
+    assert capsys.readouterr().out.replace("\n", "").count(line) == 1
+    assert newest == str(run / "global_step_2/actor/huggingface")
+
+
+def test_a_folder_that_contains_runs_is_refused_with_their_names(run):
+    shutil.copytree(run, run.parent / "other")
+    with pytest.raises(ModelNotFound) as caught:
+        resolve_model_path(str(run.parent))
+    assert str(caught.value) == (
+        f"{run.parent} holds no model, but 2 runs: {run.parent}/other, {run}; name one of them"
+    )
+
+
 def test_a_checkpoint_without_its_manifest_is_refused_but_its_model_can_be_named(run):
     (run / "global_step_2" / MANIFEST).unlink()
     with pytest.raises(ModelNotFound, match=r"no manifest\.json.*name .*actor/huggingface"):
