@@ -267,10 +267,8 @@ def tokenise(text: str, tokenizer: Tokenizer, max_tokens: int | None = None) -> 
     `max_tokens` only saves time: if the start of a long text has over 2 · max_tokens + 64 tokens, the rest is
     not tokenised, and PromptTooLong is raised.
     """
-    if max_tokens is None or len(text) <= MAX_CHARACTERS_PER_TOKEN * (max_tokens + 64):
-        return _encode(text, tokenizer)
-    length = 8 * (max_tokens + 64)  # most texts have more than one token per four characters
-    while length < len(text):
+    length = 8 * ((max_tokens or 0) + 64)
+    while max_tokens is not None and length < len(text):
         num_tokens = len(_encode(text[:length], tokenizer))
         # A margin, because tokens of the start may merge in the whole text.
         if num_tokens > 2 * max_tokens + 64:

@@ -23,7 +23,7 @@ from hone.engine.contract import Lease, Mesh, ModelFacts, Objective, ObjectiveOu
 from hone.engine.offload import Offload
 from hone.engine.optimizer import Optimizer
 from hone.models import lora
-from hone.models.load import EXPORT_FOLDER
+from hone.models.paths import EXPORT_FOLDER
 from hone.models.policy import PolicyModel
 from hone.models.writing import without_progress_bar
 from hone.ops.counter_rng import fold_seed

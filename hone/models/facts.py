@@ -11,7 +11,8 @@ from typing import Literal
 from safetensors import SafetensorError, safe_open
 
 from hone.models.families import UnsupportedModel, check_config_supported
-from hone.models.load import ModelNotFound, load_config, resolve_model_path, translate_load_errors
+from hone.models.load import load_config, translate_load_errors
+from hone.models.paths import ModelNotFound, resolve_model_path
 
 _WEIGHT_FILE_PATTERNS = ("*.safetensors", "pytorch_model*.bin")
 
@@ -31,7 +32,7 @@ def model_facts(path: str | None) -> FolderFacts:
     try:
         folder = Path(resolve_model_path(str(path)))
         config = json.loads((folder / "config.json").read_text()) if folder.is_dir() else {}
-    except (ModelNotFound, OSError, ValueError):
+    except (ModelNotFound, OSError, ValueError, RecursionError):
         return FolderFacts()
     config = config if isinstance(config, dict) else {}
     text_config = config.get("text_config")
@@ -90,10 +91,16 @@ def classifier_kind(path: str, *, trust_remote_code: bool = False) -> Literal["s
 def _check_weight_files(index: Path, path: str) -> None:
     try:
         names = set(json.loads(index.read_text())["weight_map"].values())
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        outside = [name for name in names if (index.parent / name).parent != index.parent]
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise UnsupportedModel(
             f"{path} cannot be loaded: {index.name} is damaged ({error!r}); copy it again"
         ) from error
+    if outside or not names:
+        problem = (
+            f"names {outside[0]!r}, which is not in the folder" if outside else "names no file"
+        )
+        raise UnsupportedModel(f"{path} cannot be loaded: {index.name} {problem}; copy it again")
     missing = sorted(str(name) for name in names if not (index.parent / str(name)).is_file())
     if missing:
         raise UnsupportedModel(

@@ -14,8 +14,9 @@ import torch
 
 from hone.config.rollout import RolloutConfig
 from hone.event_loop import run_coroutine
-from hone.models.load import load_config, resolve_model_path
+from hone.models.load import load_config
 from hone.models.lora import is_plain_lora
+from hone.models.paths import resolve_model_path
 from hone.models.routing import routing_shape
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.requests import RequestRules

@@ -62,7 +62,7 @@ _USER_ERRORS = {
     "hone.engine.saved_state": "UnsafeCheckpoint",
     "hone.models.families": "UnsupportedModel",
     "hone.models.fetch": "FetchError",
-    "hone.models.load": "ModelNotFound",
+    "hone.models.paths": "ModelNotFound",
     "hone.models.lora": "LoraError",
     "hone.models.tiny": "TinyModelError",
     "hone.plugins": "PluginError",

@@ -29,8 +29,9 @@ from hone.data.files import copy_to_local, is_non_local, remote_files, upload
 from hone.engine.build import build_engine
 from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.models.from_config import build_lora, build_tokenizer
-from hone.models.load import EXPORT_FOLDER, load_causal_lm
+from hone.models.load import load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
+from hone.models.paths import EXPORT_FOLDER
 from hone.models.policy import PolicyModel
 from hone.models.writing import staged_folder
 from hone.ops.rows import MicroBatchRule

@@ -34,8 +34,9 @@ from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, as_table
 from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
-from hone.models.load import eos_ids, load_causal_lm, resolve_model_path
+from hone.models.load import eos_ids, load_causal_lm
 from hone.models.lora import AdapterSettings, merged_weights, wrap_lora
+from hone.models.paths import resolve_model_path
 from hone.models.policy import PolicyModel
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import (

@@ -21,12 +21,8 @@ from hone.data.messages import as_messages
 from hone.engine.offload import Offload, build_offload
 from hone.models.facts import UnsupportedModel, classifier_kind
 from hone.models.from_config import import_external
-from hone.models.load import (
-    copy_from_files,
-    load_tokenizer,
-    resolve_model_path,
-    translate_load_errors,
-)
+from hone.models.load import copy_from_files, load_tokenizer, translate_load_errors
+from hone.models.paths import resolve_model_path
 from hone.ops.rows import MicroBatchRule, split_at_response
 from hone.protocol import DataProto
 from hone.rewards.conversation import (

@@ -10,7 +10,7 @@ import pytest
 from hone.data import files
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, SettingError, expand_files
-from hone.models.load import ModelNotFound, resolve_model_path
+from hone.models.paths import ModelNotFound, resolve_model_path
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 
 

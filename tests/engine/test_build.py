@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from hone.config.engine import FSDPConfig
 from hone.engine.build import load_module
 from hone.engine.contract import EngineSpec, Mesh
-from hone.models.load import load_causal_lm, resolve_model_path
+from hone.models.load import load_causal_lm
 from hone.models.lora import AdapterSettings, adapter_weights, wrap_lora
+from hone.models.paths import resolve_model_path
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.ops.rows import MicroBatchRule

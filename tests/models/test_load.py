@@ -8,6 +8,7 @@ import pickle
 import shutil
 import subprocess
 import sys
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
@@ -16,16 +17,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen2ForCausalLM
 
-from hone.models.facts import check_model
+from hone.models.facts import check_model, model_facts
 from hone.models.families import UnsupportedModel
-from hone.models.load import (
-    ModelNotFound,
-    eos_ids,
-    load_causal_lm,
-    load_classifier,
-    load_tokenizer,
-    resolve_model_path,
-)
+from hone.models.load import eos_ids, load_causal_lm, load_classifier, load_tokenizer
+from hone.models.paths import ModelNotFound, resolve_model_path
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.manifest import MANIFEST, write_manifest
 
@@ -342,6 +337,49 @@ def test_an_empty_path_is_no_run_below_the_working_folder(tmp_path, monkeypatch)
     assert resolve_model_path("run").endswith("huggingface")
     with pytest.raises(ModelNotFound, match="the model path is empty; give a folder"):
         resolve_model_path("")
+
+
+DEEP = '{"a":' * 100_000 + "1" + "}" * 100_000
+SIZES = ("hidden_size", "vocab_size", "intermediate_size", "head_dim", "num_attention_heads")
+
+
+@pytest.mark.parametrize("key", SIZES)
+@pytest.mark.parametrize("size", [-8, 0, 1 << 60])
+def test_an_impossible_size_is_refused_with_its_folder(folder, tmp_path, key, size):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    config = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {key: size}))
+    with pytest.raises(UnsupportedModel, match=f"^{tmp_path} cannot be loaded: "):
+        load_causal_lm(str(tmp_path), dtype=torch.float32)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("config.json", DEEP),
+        ("generation_config.json", DEEP),
+        ("model.safetensors.index.json", DEEP),
+        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {}}'),
+        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "../../../etc/passwd"}}'),
+        ("model.safetensors.index.json", '{"metadata": {}, "weight_map": {"a": "/etc/passwd"}}'),
+        ("tokenizer.json", "{}"),
+        ("tokenizer_config.json", DEEP),
+    ],
+    ids=["config", "generation", "index", "no file", "parent", "absolute", "empty", "tokenizer"],
+)  # fmt: skip
+def test_a_hostile_file_is_refused_with_its_folder(folder, tmp_path, name, content):
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    if "index" in name:
+        (tmp_path / "model.safetensors").rename(tmp_path / "model-1.safetensors")
+    (tmp_path / name).write_text(content)
+    assert model_facts(str(tmp_path)) is not None  # it never raises
+    load = partial(load_causal_lm, dtype=torch.float32)
+    if "tokenizer" in name:
+        load = load_tokenizer
+    elif "index" in name:
+        load = check_model
+    with pytest.raises(UnsupportedModel, match=f"^{tmp_path} cannot be loaded: "):
+        load(str(tmp_path))
 
 
 def test_a_truncated_tokenizer_is_refused_with_its_folder(folder, tmp_path):

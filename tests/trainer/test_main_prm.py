@@ -13,7 +13,8 @@ from hone import cli
 from hone.config import ConfigError, load_config, replace
 from hone.config.sft import PRMConfig
 from hone.data.files import remote_files
-from hone.models.load import ModelNotFound, UnsupportedModel, load_classifier, resolve_model_path
+from hone.models.load import UnsupportedModel, load_classifier
+from hone.models.paths import ModelNotFound, resolve_model_path
 from hone.trainer import main_prm
 from hone.trainer.ranks import Ranks, launch
 from hone.trainer.sft.run import SFTRun

@@ -15,7 +15,8 @@ import torch
 from hone import cli
 from hone.config import load_config
 from hone.data.rows import DataError, write_parquet
-from hone.models.load import load_classifier, resolve_model_path
+from hone.models.load import load_classifier
+from hone.models.paths import resolve_model_path
 from hone.trainer import main_rm
 from hone.trainer.ranks import launch
 

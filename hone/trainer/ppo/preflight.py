@@ -23,7 +23,7 @@ from hone.data.rows import DataError
 from hone.engine.optimizer import optimizer_class
 from hone.models.facts import check_model, classifier_kind, model_facts
 from hone.models.from_config import build_tokenizer
-from hone.models.load import resolve_model_path
+from hone.models.paths import resolve_model_path
 from hone.rewards import load_reward_manager
 from hone.rewards.managers.rule import AbstractRewardManager
 from hone.rewards.trial import Verdict
