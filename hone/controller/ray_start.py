@@ -73,8 +73,7 @@ def start_ray(ray_init: Settings, report: Callable[[str], None] = logger.info) -
         os.environ.setdefault(name, value)
     allow_slow_start()
     _log_raylet_messages()
-    sets_resources = not options.keys().isdisjoint({"num_cpus", "num_gpus"})
-    if _should_join(options.get("address"), ignore_local_cluster=sets_resources):
+    if joins_cluster(ray_init):
         _join_cluster(options, report)
     else:
         _start_cluster({**options, "address": "local"}, report)
@@ -124,20 +123,24 @@ def check_reachable(address: str | None, key: str) -> None:
         ) from error
 
 
-def _should_join(address: str | None, ignore_local_cluster: bool) -> bool:
-    """Whether there is a cluster to join: `address`, RAY_ADDRESS, or one that `ray start` started here.
+def joins_cluster(ray_init: Settings) -> bool:
+    """Whether `start_ray` finds a cluster: one that runs in this process, the address in the options or in
+    RAY_ADDRESS, or one that `ray start` started here.
 
-    With `ignore_local_cluster`, a cluster of `ray start` is ignored.
+    With `num_cpus` or `num_gpus`, a cluster of `ray start` is ignored.
     """
+    if ray.is_initialized():
+        return True
     for value, key in (
-        (address, "ray_kwargs.ray_init.address"),
+        (ray_init.get("address"), "ray_kwargs.ray_init.address"),
         (os.environ.get("RAY_ADDRESS"), "RAY_ADDRESS"),
     ):
         if value:
             check_reachable(value, key)
             return value != "local"
     path = os.path.join(os.environ.get("RAY_TMPDIR") or "/tmp", "ray", "ray_current_cluster")
-    if ignore_local_cluster or not os.path.exists(path):
+    sets_resources = any(ray_init.get(name) is not None for name in ("num_cpus", "num_gpus"))
+    if sets_resources or not os.path.exists(path):
         return False
     if os.stat(path).st_uid not in (0, os.getuid()):
         return False  # a file of another user may name the cluster of that user

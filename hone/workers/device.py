@@ -9,6 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from hone.config import ConfigError
 from hone.config.engine import FSDPConfig
 
 _DTYPES = {
@@ -24,8 +25,8 @@ def pick_device(name: str, local_rank: int) -> torch.device:
     if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise RuntimeError(
-            "trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu"
+        raise ConfigError(
+            ["trainer.device=cuda, but torch sees no CUDA device; use trainer.device=cpu"]
         )
     device = torch.device("cuda", local_rank % torch.cuda.device_count())
     torch.cuda.set_device(device)

@@ -272,6 +272,6 @@ def test_what_begins_is_told_before_it_is_waited_for(
     inits: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, joins: bool, sentence: str
 ) -> None:
     told: list[str] = []
-    monkeypatch.setattr(ray_start, "_should_join", lambda address, ignore_local_cluster: joins)
+    monkeypatch.setattr(ray_start, "joins_cluster", lambda ray_init: joins)
     ray_start.start_ray({"address": "10.1.1.1:6379"}, told.append)
     assert told == [sentence]

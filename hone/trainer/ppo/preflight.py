@@ -33,6 +33,7 @@ from hone.tracking.tracking import check_trackers
 from hone.trainer.command_line import check_output_folder, user_error_message
 from hone.trainer.ppo.agent_checks import AgentChecks
 from hone.trainer.ppo.checkpoint import EarlierRun
+from hone.trainer.ppo.device_check import device_problem, device_warning
 from hone.trainer.ppo.managers import load_validation_manager
 from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
@@ -106,6 +107,7 @@ class _Preflight:
         tokenizer_config = replace(model, trust_remote_code=config.data.trust_remote_code)
         tokenizer = attempt(lambda: build_tokenizer(tokenizer_config))
         plan = attempt(lambda: Plan.of(config))
+        self._add_problems(filter(None, [attempt(lambda: device_problem(config))]))
         self._check_models(plan)
         datasets = self._create_datasets(tokenizer)
         agent_checks, agent_problems = None, []
@@ -295,6 +297,8 @@ class _Preflight:
     def _setting_warnings(self, plan: Plan) -> Iterator[str]:
         """Yields a warning per combination of settings that is allowed but rarely intended."""
         config, rollout = self.config, self.config.actor_rollout_ref.rollout
+        if (warning := device_warning(config)) is not None:
+            yield warning
         if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
             yield (
                 "algorithm.use_kl_in_reward=true and actor_rollout_ref.actor.use_kl_loss=true: the KL to "

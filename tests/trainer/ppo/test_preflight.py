@@ -196,6 +196,7 @@ def test_a_layout_that_the_model_of_a_role_does_not_split_into_is_refused(
 ) -> None:
     block, overrides = ROLES[role]
     ranks = ("trainer.n_gpus_per_node=16", "data.train_batch_size=16")
+    ranks += ("ray_kwargs.ray_init.num_cpus=16",)
     with pytest.raises(UnsupportedModel, match=f"{size}=16"):
         dry_run(task, tmp_path / "run", *ranks, f"{block}.{size}=16", *overrides)
 
