@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +35,8 @@ TOKENIZER_OPTIONS = {"tokenizer_kwargs", "sanitize_control_tokens", "padding", "
 RENDER_CPU_S = 10.0  # CPU seconds per rendering
 TRIAL_MEMORY_BYTES = 1 << 31  # memory limit of the subprocess
 MAX_CHARACTERS = 1 << 26  # maximum characters per rendering
+TEMPLATE_DATE = datetime(2024, 7, 26)
+"""Today's date for every template: a run that is resumed on another day renders the same prompts."""
 _TRIAL_TIMEOUT_S = 120.0  # wall-clock limit of the subprocess, which usually takes 0.1 s
 _POLL_INTERVAL_S = 0.25
 _INTERRUPT_WAIT_S = 0.1
@@ -122,6 +125,8 @@ def apply_template(
             raise _broken_template(tokenizer, fault)
 
     def render() -> str | list[int]:
+        if isinstance(template, str):
+            _fix_clock_and_randomness(template)
         return tokenizer.apply_chat_template(
             list(messages),
             tools=list(tools) if tools else None,
@@ -137,6 +142,22 @@ def apply_template(
     if isinstance(rendering, str) and len(rendering) > MAX_CHARACTERS:
         raise _broken_template(tokenizer, _size_fault())
     return rendering
+
+
+def _fix_clock_and_randomness(template: str) -> None:
+    """Makes renderings of a template the same in every start of a run.
+
+    `transformers` keeps the compiled templates; their environment has the functions that they call.
+    """
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    environment = _compile_jinja_template(template).environment
+    environment.globals["strftime_now"] = TEMPLATE_DATE.strftime
+    environment.globals["lipsum"] = environment.filters["random"] = _refuse_randomness
+
+
+def _refuse_randomness(*values: object, **options: object) -> str:
+    raise ValueError("it uses `random` or `lipsum`, and prompts must be the same in every start")
 
 
 def _timeout_fault() -> str:

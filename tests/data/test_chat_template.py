@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from hone.data import chat_template, template_trial
-from hone.data.chat_template import BrokenTemplate
+from hone.data.chat_template import BrokenTemplate, render_chat
 from hone.data.check import check_file
 from hone.data.dataset import RLHFDataset
 from hone.data.messages import PromptError
@@ -25,6 +25,20 @@ def short_limits(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits renderings to 0.2 CPU seconds and clears the cache of templates."""
     monkeypatch.setattr(chat_template, "RENDER_CPU_S", 0.2)
     monkeypatch.setattr(chat_template, "_template_faults", {})
+
+
+def test_a_template_knows_one_date_and_no_other_day() -> None:
+    date = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
+    assert render_chat(MESSAGES, build_tokenizer(date)) == "26 Jul 2024hi"
+    own = "{{ date_string or strftime_now('%d') }}"
+    options = {"date_string": "1 Jan 2030"}
+    assert render_chat(MESSAGES, build_tokenizer(own), None, options) == "1 Jan 2030"
+
+
+@pytest.mark.parametrize("draw", ["{{ [1, 2] | random }}", "{{ lipsum() }}"])
+def test_a_template_that_draws_at_random_is_refused(draw: str) -> None:
+    with pytest.raises(PromptError, match=r"cannot render .* uses `random` or `lipsum`"):
+        render_prompt(MESSAGES, build_tokenizer(draw))
 
 
 DOUBLING = (
