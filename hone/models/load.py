@@ -59,7 +59,7 @@ def translate_load_errors(path: str, folder: str) -> Iterator[None]:
     report_log.disabled = True
     try:
         yield
-    except UnsupportedModel:
+    except (UnsupportedModel, torch.OutOfMemoryError):
         raise
     except SafetensorError as error:
         name = _damaged_file_name(Path(folder))

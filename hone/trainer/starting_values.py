@@ -99,9 +99,7 @@ def _length_settings(settings: Settings, device: str, max_length: int | None) ->
     lengths = {"data.max_response_length": max(1, response_tokens)}
     if max_length and prompt_tokens is None:
         prompt_tokens = max_length - settings.get("data.max_response_length", response_tokens)
-        if (
-            prompt_tokens < 1
-        ):  # the response length is too large, which the checks of the prompts report
+        if prompt_tokens < 1:  # the checks of the prompts report the response length
             prompt_tokens = max_length
         lengths["data.max_prompt_length"] = min(512, prompt_tokens)
     return lengths

@@ -33,9 +33,9 @@ MODEL_STYLE = "reward_model.style=model"
 MAX_SOURCES = 16
 """Scorers are tried for at most this many data sources, on three rows of each source."""
 PROMPTS_PER_PROGRESS_UPDATE = 256
+"""The number of prompts between two updates of the progress bar."""
 MAX_OVERLONG_PROMPTS = 256
 """With `data.truncation=error`, measuring ends after so many prompts that stop the run."""
-"""The number of prompts between two updates of the progress bar."""
 
 
 def check_rows(
