@@ -43,7 +43,7 @@ LEVELS = {
     "cores": 0,  # how many processes or threads may compute at once
     "logging_level": 0,
     "event_loop": 0,  # user code in an event loop: scorers, agent loops
-    "url_opener": 0,  # URLs of services: rewards, retrieval, sandbox, search
+    "services": 0,  # HTTP client and server of services: rewards, retrieval, sandbox, search
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,
     "types": -1,  # names for values whose type only the user knows: every room may use them

@@ -10,13 +10,12 @@ import json
 import logging
 import threading
 import time
-import urllib.request
 from collections.abc import Sequence
 from concurrent.futures import Future
 
+from hone.services.json_client import post_json
 from hone.text import error_text
 from hone.types import JsonValue
-from hone.url_opener import service_opener
 
 log = logging.getLogger(__name__)
 
@@ -34,11 +33,9 @@ def retrieve(url: str, queries: Sequence[str], topk: int, timeout_s: float) -> l
     """Sends one request; returns the passages of each query, best first."""
     texts = [query[:_MAX_QUERY_CHARACTERS] for query in queries]
     payload = {"queries": texts, "topk": topk, "return_scores": True}
-    headers = {"Content-Type": "application/json"}
     try:
-        request = urllib.request.Request(url, json.dumps(payload).encode(), headers)
-        with service_opener(url).open(request, timeout=timeout_s) as response:
-            result = json.load(response)["result"]
+        content = post_json(url, json.dumps(payload).encode(), timeout_s=timeout_s)
+        result = json.loads(content)["result"]
         passages = [[_contents(hit) for hit in hits] for hits in result]
     except Exception as error:  # a malformed response may raise anything
         raise RetrievalFailed(f"{url}: {error_text(error)}") from error

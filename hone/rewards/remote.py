@@ -6,15 +6,12 @@ Messages contain neither the API key nor the query of a URL.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import functools
 import hashlib
 import json
 import logging
 import os
 import socket
-import urllib.error
-import urllib.request
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -24,15 +21,14 @@ from urllib.parse import urlsplit
 from hone.config.reward import RewardServerConfig
 from hone.rewards.failures import Failed, WrongSetting
 from hone.rewards.managers.reward_loop import AsyncTokenBucket
+from hone.services.json_client import AnswerTooLarge, ServiceError, ServiceTimeout, post_json
 from hone.text import clean_text, error_text
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonObject, JsonValue
-from hone.url_opener import service_opener
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-MAX_ANSWER_BYTES = 1 << 26
 MAX_CACHED_ANSWERS = 100_000
 """The size of the cache in memory; when it is full, the oldest answer is dropped."""
 FIRST_RETRY_PAUSE_S = 0.5  # the pause doubles after each attempt
@@ -173,39 +169,24 @@ class ScoringServer:
             raise RemoteError("bad_answer", detail) from error
 
     def _send(self, url: str, data: bytes) -> bytes:
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        if self._api_key:
-            headers["Authorization"] = f"Bearer {self._api_key}"
-        request = urllib.request.Request(url, data, headers)
+        headers = {"Authorization": f"Bearer {self._api_key}"} if self._api_key else {}
         address = redacted_url(url)
         try:
-            with service_opener(url, _NoRedirect).open(
-                request, timeout=self._config.timeout_s
-            ) as answer:
-                content: bytes = answer.read(MAX_ANSWER_BYTES + 1)
-        except urllib.error.HTTPError as error:
-            body = ""
-            # The message has the status if the body cannot be read.
-            with contextlib.suppress(Exception), error:
-                body = self._redact(error.read(4096))
-            retry_after_s = None
-            with contextlib.suppress(ValueError):  # the header may be a date, which is ignored
-                retry_after_s = max(0.0, float(error.headers.get("Retry-After", "")))
+            return post_json(url, data, timeout_s=self._config.timeout_s, headers=headers)
+        except ServiceError as error:
+            detail = self._redact(str(error).encode())
+            if isinstance(error, AnswerTooLarge):
+                raise RemoteError("bad_answer", f"{address}: {detail}") from None
+            if error.status is None:
+                reason = "timeout" if isinstance(error, ServiceTimeout) else "unreachable"
+                raise RemoteError(reason, f"{address}: {detail}") from None
+            body = self._redact(error.content)
             raise RemoteError(
-                "busy" if error.code == 429 else "http_error",
-                f"{address} answered with status {error.code}: {body!r}",
-                is_retryable=error.code in _RETRY_CODES,
-                retry_after_s=retry_after_s,
+                "busy" if error.status == 429 else "http_error",
+                f"{address} answered with status {error.status}: {body!r}",
+                is_retryable=error.status in _RETRY_CODES,
+                retry_after_s=error.retry_after_s,
             ) from None
-        except Exception as error:  # a broken connection or protocol may raise anything
-            cause = getattr(error, "reason", error)
-            reason = "timeout" if isinstance(cause, TimeoutError) else "unreachable"
-            raise RemoteError(reason, f"{address}: {self._redact(str(cause).encode())}") from None
-        if len(content) > MAX_ANSWER_BYTES:
-            raise RemoteError(
-                "bad_answer", f"{address} sent more than {MAX_ANSWER_BYTES >> 20} MiB"
-            )
-        return content
 
     def _redact(self, content: bytes) -> str:
         """Returns the start of an answer as text, without the API key."""
@@ -252,10 +233,3 @@ def _endpoint_url(url: str, path: str) -> str:
         path = path.removeprefix("/v1") if parts.path.startswith("/v1") else path
         return parts._replace(path=parts.path.rstrip("/") + path).geturl()
     return url
-
-
-class _NoRedirect(urllib.request.HTTPRedirectHandler):
-    """Refuses redirects, which would send the API key to another host."""
-
-    def redirect_request(self, *_: object, **__: object) -> None:
-        return None

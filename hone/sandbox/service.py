@@ -5,12 +5,9 @@ A failure of the service raises an error, and is never the result of a program.
 
 from __future__ import annotations
 
-import http.client
 import json
 import threading
 import time
-import urllib.error
-import urllib.request
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
@@ -23,8 +20,8 @@ from hone.sandbox.result import (
     SandboxUnavailable,
     Status,
 )
+from hone.services.json_client import AnswerTooLarge, ServiceError, post_json
 from hone.types import Fields, JsonObject
-from hone.url_opener import service_opener
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -100,26 +97,20 @@ class SandboxService:
         memory_mb = min(memory_mb, self._memory_limit_mb)
         limits = {"run_timeout": timeout_s, "memory_limit_MB": memory_mb}
         body = json.dumps({**fields, **limits}).encode()
-        headers = {"Content-Type": "application/json", "Accept": "application/json"}
-        request = urllib.request.Request(url, body, headers, method="POST")
         with self._slots:
             for attempt in range(_ATTEMPTS):
                 if attempt > 0:
                     time.sleep(_FIRST_PAUSE_S * 2 ** (attempt - 1))
                 try:
-                    timeout = 2 * timeout_s + _QUEUE_TIMEOUT_S
-                    with service_opener(url).open(request, timeout=timeout) as response:
-                        data = response.read()
+                    data = post_json(url, body, timeout_s=2 * timeout_s + _QUEUE_TIMEOUT_S)
                     break
-                except urllib.error.HTTPError as error:
-                    with error:
-                        reason = f"HTTP {error.code}: {error.read(500).decode(errors='replace')}"
-                    if error.code not in _RETRY_CODES:
-                        raise SandboxServiceError(
-                            f"sandbox service {url} refused the request: {reason}", error.code
-                        ) from error
-                except (OSError, http.client.HTTPException) as error:
+                except ServiceError as error:
                     reason = str(error)
+                    is_refusal = error.status is not None and error.status not in _RETRY_CODES
+                    if is_refusal or isinstance(error, AnswerTooLarge):
+                        raise SandboxServiceError(
+                            f"sandbox service {url} refused the request: {reason}", error.status
+                        ) from error
             else:
                 raise SandboxServiceError(
                     f"sandbox service {url} gave no answer in {_ATTEMPTS} attempts ({reason});"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import urllib.request
 
 from hone.agents.tools.contract import (
     BaseTool,
@@ -18,8 +17,8 @@ from hone.agents.tools.contract import (
     function_schema,
 )
 from hone.event_loop import run_in_thread
+from hone.services.json_client import post_json
 from hone.types import Fields, JsonObject, JsonValue, Settings
-from hone.url_opener import service_opener
 
 
 class SearchTool(BaseTool):
@@ -60,15 +59,10 @@ class SearchTool(BaseTool):
 
     def _retrieve(self, queries: list[str]) -> list[list[str]]:
         body = {"queries": queries, "topk": self.config.get("topk", 3), "return_scores": True}
-        request = urllib.request.Request(
-            self._url, json.dumps(body).encode(), {"Content-Type": "application/json"}
-        )
         timeout_s = self.config.get("timeout", 30)
-        with (
-            self._request_slots,
-            service_opener(self._url).open(request, timeout=timeout_s) as response,
-        ):
-            results = json.load(response)["result"]
+        with self._request_slots:
+            content = post_json(self._url, json.dumps(body).encode(), timeout_s=timeout_s)
+        results = json.loads(content)["result"]
         return [[str(hit["document"]["contents"]) for hit in hits] for hits in results]
 
 
