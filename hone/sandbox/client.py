@@ -20,8 +20,8 @@ from hone.sandbox.descriptors import write_sealed
 from hone.sandbox.plan import BoxPlan, RunRequest
 from hone.sandbox.result import Job, NotStarted, SandboxError, SandboxResult
 from hone.sandbox.warden import DESCRIPTORS_MARK, MAX_MESSAGE_BYTES, SPARE_LIFETIME_S
+from hone.services.sockets import DISCONNECT_EVENTS
 
-DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
 _MAX_ATTEMPTS = 3  # attempts to start a program, if the warden or the box is killed
 _GRACE_S = 30.0  # time for the answer of the warden, after the time limit of a run
 _EXIT_TIMEOUT_S = 5.0  # a warden closes its sockets before it exits

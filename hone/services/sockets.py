@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-DISCONNECT_EVENTS = select.POLLRDHUP | select.POLLHUP | select.POLLERR
+DISCONNECT_EVENTS = (
+    getattr(select, "POLLRDHUP", 0) | select.POLLHUP | select.POLLERR
+)  # RDHUP: Linux
 """The events of a socket whose other end has closed the connection."""
 
 

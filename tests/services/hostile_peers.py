@@ -48,7 +48,9 @@ def hostile_peer(kind: str, tls: ssl.SSLContext | None = None) -> Iterator[str]:
                 while pause_s >= 0 and not has_ended.wait(pause_s):
                     stream.sendall(repeated)
                 stream.shutdown(socket.SHUT_WR)
-                while stream.recv(1 << 16):  # a close before the client's would reset the connection
+                while stream.recv(
+                    1 << 16
+                ):  # a close before the client's would reset the connection
                     pass
 
     def accept() -> None:
