@@ -19,7 +19,9 @@ from hone.types import JsonValue
 
 log = logging.getLogger(__name__)
 
-_MAX_BATCH = 256
+MAX_BATCH = 256
+MAX_TOPK, MAX_HITS = 1000, 1 << 15
+"""Limits of `hone serve-retriever`: passages per query, and queries x topk of one request."""
 _MAX_QUERY_CHARACTERS = 10_000
 """A longer query is truncated, so that no request of a full batch exceeds the server's 16 MiB."""
 _FIRST_BACKOFF_S = 0.25
@@ -58,6 +60,7 @@ class RetrievalClient:
 
     def __init__(self, url: str, topk: int, *, timeout_s: float, retries: int) -> None:
         self._url, self._topk, self._timeout_s, self._retries = url, topk, timeout_s, retries
+        self._max_batch = max(1, min(MAX_BATCH, MAX_HITS // topk))
         self._lock = threading.Lock()
         self._waiting_queries: list[tuple[str, Future[list[str] | None]]] = []
         self._is_running = False
@@ -76,8 +79,8 @@ class RetrievalClient:
     def _run(self) -> None:
         while True:
             with self._lock:
-                waiting_queries = self._waiting_queries[:_MAX_BATCH]
-                del self._waiting_queries[:_MAX_BATCH]
+                waiting_queries = self._waiting_queries[: self._max_batch]
+                del self._waiting_queries[: self._max_batch]
                 if not waiting_queries:
                     self._is_running = False
                     return

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from hone.data.rows import file_fingerprint
 from hone.retrieval.corpus import Corpus, CorpusError, Index, open_corpus
+from hone.retrieval.server import Service
+from hone.services.json_server import HOST_NAME_HELP
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.lock import lock_folder
 
@@ -58,6 +60,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--topk", type=int, default=DEFAULT_TOPK, help="passages per query, if not in the request")
     add("--host", default="127.0.0.1", help="default: loopback only")
     add("--port", type=int, default=DEFAULT_PORT)
+    add("--name", action="append", default=[], dest="host_names", help=HOST_NAME_HELP)
 
 
 def serve(flags: argparse.Namespace) -> int:
@@ -76,24 +79,20 @@ def serve(flags: argparse.Namespace) -> int:
     if flags.index_path is not None and not is_dense:
         log.info("--index_path %s is ignored: BM25 builds its own index", flags.index_path)
     corpus, index = open_index(options)
-    answer_requests(corpus, index, topk=flags.topk, host=flags.host, port=flags.port)
+    answer_requests(Service(corpus, index, flags.topk), flags.host, flags.port, flags.host_names)
     return 0
 
 
-def answer_requests(corpus: Corpus, index: Index, *, topk: int, host: str, port: int) -> None:
+def answer_requests(service: Service, host: str, port: int, host_names: Sequence[str]) -> None:
     """Serves requests over HTTP until interrupted."""
-    from aiohttp import web
-
-    from hone.retrieval.server import Service
-
-    log.info("%s passages; serving at http://%s:%s/retrieve", f"{len(corpus):,}", host, port)
-    app = Service(corpus, index, topk).application()
     try:
-        web.run_app(app, host=host, port=port, print=None, handle_signals=True, access_log=None)
+        server = service.server(host, port, host_names)
     except OSError as error:
         raise CorpusError(
             f"cannot listen at {host}:{port} ({error.strerror}); use --port"
         ) from None
+    log.info("%s passages; serving at %s/retrieve", f"{service.num_passages:,}", server.address)
+    server.serve_until_interrupted()
 
 
 def open_index(options: IndexOptions) -> tuple[Corpus, Index]:

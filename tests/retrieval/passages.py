@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import threading
 import urllib.request
@@ -38,33 +37,22 @@ class Retriever:
 
     def __init__(self, folder: Path, port: int = 0) -> None:
         self._folder, self._port = folder, port
-        self._ready, self._loop = threading.Event(), asyncio.new_event_loop()
         self.url = ""
 
     def __enter__(self) -> Retriever:
-        self._thread = threading.Thread(target=self._loop.run_until_complete, args=(self._serve(),))
+        from hone.retrieval.server import Service
+
+        corpus, index = open_index(IndexOptions(write_corpus(self._folder)))
+        self._server = Service(corpus, index, topk=3).server("127.0.0.1", self._port)
+        self.url = f"{self._server.address}/retrieve"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
         self._thread.start()
-        assert self._ready.wait(60)
         return self
 
     def __exit__(self, *_: Any) -> None:
-        self._loop.call_soon_threadsafe(self._end.set)
+        self._server.shutdown()
+        self._server.server_close()
         self._thread.join()
-
-    async def _serve(self) -> None:
-        from aiohttp import web
-
-        from hone.retrieval.server import Service
-
-        self._end = asyncio.Event()
-        corpus, index = open_index(IndexOptions(write_corpus(self._folder)))
-        runner = web.AppRunner(Service(corpus, index, topk=3).application())
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", self._port, reuse_address=True).start()
-        self.url = f"http://127.0.0.1:{runner.addresses[0][1]}/retrieve"
-        self._ready.set()
-        await self._end.wait()
-        await runner.cleanup()
 
     def answered(self) -> int:
         """Returns the number of queries that the service has answered."""

@@ -133,7 +133,7 @@ def test_the_retriever_name_selects_the_prefixes_of_a_renamed_encoder(
     hub_folder = "/cache/models--intfloat--e5-base-v2/snapshots/5b1f"
     assert encoder_style(hub_folder).query_prefix == "query: "
     options = []
-    monkeypatch.setattr(serve_module, "open_index", lambda o: (options.append(o), None))
+    monkeypatch.setattr(serve_module, "open_index", lambda o: (options.append(o), [None] * 2)[1])
     monkeypatch.setattr(serve_module, "answer_requests", lambda *_, **__: None)
     flags = ["--corpus_path", str(write_corpus(tmp_path)), "--retriever_model", encoder]
     serve([*flags, "--retriever_name", "e5"])
