@@ -20,6 +20,7 @@ from hone.retrieval.corpus import Hit, open_corpus
 from hone.retrieval.server import Service
 from hone.services.json_client import ServiceError, post_json
 from tests.retrieval.passages import TEXTS, write_corpus
+from tests.services.hostile_peers import peak_mb
 
 
 class SubstringIndex:
@@ -218,7 +219,6 @@ def test_the_largest_answer_is_sent_with_bounded_memory(tmp_path) -> None:
 
 def measure(folder: str) -> None:
     """Prints the growth of this process, which serves 30,000 passages to a client in another process."""
-    import resource
 
     class EveryPassage:
         def search(self, queries, topk):
@@ -228,7 +228,7 @@ def measure(folder: str) -> None:
     server = Service(corpus, EveryPassage(), topk=3).server("127.0.0.1", 0)
     threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
     list(corpus)  # maps the file
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mb()
     client = (
         "import json, sys, urllib.request as u\n"
         "body = json.dumps({'queries': ['a'] * 10_000, 'topk': 3}).encode()\n"
@@ -241,5 +241,5 @@ def measure(folder: str) -> None:
         text=True,
         check=True,
     )
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sys.stdout.write(f"{(after - before) / 1024} {run.stdout}")
+    after = peak_mb()
+    sys.stdout.write(f"{after - before} {run.stdout}")

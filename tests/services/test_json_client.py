@@ -28,7 +28,7 @@ from hone.services.json_client import (
     post_json,
     service_opener,
 )
-from tests.services.hostile_peers import hostile_peer
+from tests.services.hostile_peers import hostile_peer, peak_mb
 
 BOUND_S = 30.0
 """Far more than the deadline of 1 s of each request, and far less than a peer would hold the client."""
@@ -88,9 +88,6 @@ def test_an_endless_answer_costs_bounded_memory(kind: str) -> None:
 def measure(url: str) -> None:
     """Prints how far the memory of the process grew, and the message of each client."""
     import resource
-
-    def peak_mb() -> float:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
     def process_bytes() -> int:
         with open("/proc/self/statm") as file:

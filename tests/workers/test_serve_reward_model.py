@@ -22,6 +22,7 @@ from hone.rewards.served import ServedClassifier
 from hone.services.json_client import ServiceError, post_json
 from hone.workers import serve_reward_model
 from hone.workers.serve_reward_model import Service, load_worker
+from tests.services.hostile_peers import peak_mb
 
 from .test_reward_model import save_classifier
 
@@ -114,7 +115,7 @@ def measure() -> None:
     with open("/proc/self/statm") as file:
         limit = int(file.read().split()[0]) * resource.getpagesize() + (4 << 30)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))  # spares the machine without a limit
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    before = peak_mb()
     large_text = "a" * (60 << 20)
     with serving(worker) as url:
         statuses = [
@@ -122,8 +123,8 @@ def measure() -> None:
             post(f"{url}/score", {"text_1": ["a"], "text_2": [large_text]})[0],
             post(f"{url}/classify", {"input": ["a"]})[0],
         ]
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    sys.stdout.write(" ".join(map(str, [(after - before) / 1024, *statuses])))
+    after = peak_mb()
+    sys.stdout.write(" ".join(map(str, [after - before, *statuses])))
 
 
 def test_a_client_that_hangs_up_ends_its_request(
