@@ -38,6 +38,8 @@ _SUBMIT_TIMEOUT_S = 5.0
 """If an agent loop blocks the event loop for longer, decoding continues without that loop's request."""
 _POLL_S = 0.001
 """Seconds between two checks of `wait_for_requests` whether the coroutine has ended."""
+_SIGNAL_POLL_S = 0.05
+"""The longest wait at a time of a thread that a signal must end: a signal just before a wait ends it late."""
 
 
 def get_event_loop() -> asyncio.AbstractEventLoop:
@@ -75,7 +77,10 @@ def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
         # The executor does not join a thread whose start is interrupted, so the thread starts before the run.
         executor.submit(int).result()
         try:
-            return executor.submit(run.run).result()
+            future = executor.submit(run.run)
+            while not wait([future], timeout=_SIGNAL_POLL_S).done:
+                pass
+            return future.result()
         except KeyboardInterrupt:  # the stop button of a notebook
             run.cancel()
             raise

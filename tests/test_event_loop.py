@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import asyncio
 import contextlib
 import signal
@@ -294,6 +295,31 @@ def test_an_interrupt_in_a_notebook_cancels_the_coroutine_that_it_waits_for() ->
             run_coroutine(decode())
 
     loop = asyncio.new_event_loop()  # without the handler of `asyncio.run`, as in a notebook
+    try:
+        loop.run_until_complete(cell())
+    finally:
+        loop.close()
+    assert cancelled.is_set()
+
+
+def test_an_interrupt_that_does_not_wake_the_waiting_thread_cancels_the_coroutine() -> None:
+    """A signal wakes no thread that is about to wait, and `interrupt_main` never wakes one."""
+    cancelled = threading.Event()
+
+    async def decode() -> None:
+        try:
+            await asyncio.sleep(0.5)  # the main thread waits
+            _thread.interrupt_main()
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+
+    async def cell() -> None:
+        with pytest.raises(KeyboardInterrupt):
+            run_coroutine(decode())
+
+    loop = asyncio.new_event_loop()
     try:
         loop.run_until_complete(cell())
     finally:
