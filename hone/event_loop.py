@@ -52,6 +52,13 @@ def get_event_loop() -> asyncio.AbstractEventLoop:
         return loop
 
 
+def wait_for_result(future: Future[T]) -> T:
+    """Returns the result of the future; an interrupt ends the wait, whenever it arrives."""
+    while not wait([future], timeout=_SIGNAL_POLL_S).done:
+        pass
+    return future.result()
+
+
 def call_soon_in_loop(
     loop: asyncio.AbstractEventLoop, callback: Callable[P, None], *args: P.args, **kwargs: P.kwargs
 ) -> bool:
@@ -77,10 +84,7 @@ def run_coroutine(coroutine: Coroutine[None, None, T]) -> T:
         # The executor does not join a thread whose start is interrupted, so the thread starts before the run.
         executor.submit(int).result()
         try:
-            future = executor.submit(run.run)
-            while not wait([future], timeout=_SIGNAL_POLL_S).done:
-                pass
-            return future.result()
+            return wait_for_result(executor.submit(run.run))
         except KeyboardInterrupt:  # the stop button of a notebook
             run.cancel()
             raise

@@ -1,6 +1,7 @@
 """Scoring processes with hard deadlines: a process that exceeds a deadline is killed and replaced.
 
 Workers are new interpreters without torch, because a fork of a process with threads is unsafe.
+pebble is not used: its workers share one pipe, so half an answer stops the run (DESIGN.md §6, Rewards).
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
+from hone.event_loop import wait_for_result
 from hone.rewards.failures import Failed
 from hone.text import error_text
 from hone.types import Settings
@@ -45,6 +47,9 @@ T = TypeVar("T")
 
 class PoolError(RuntimeError):
     """Workers cannot be started, or the pool is closed."""
+
+
+_KILLED = Failed("crash", f"the scoring process ended with code {-signal.SIGKILL}")
 
 
 class _Worker:
@@ -106,7 +111,8 @@ class DeadlinePool(Generic[T]):
             self._is_stopping = False
             threads = ThreadPoolExecutor(self.size, thread_name_prefix="hone-score")
             try:
-                return list(threads.map(lambda job: self._call(job, timeout_s), jobs))
+                calls = [threads.submit(self._call, job, timeout_s) for job in jobs]
+                return [wait_for_result(call) for call in calls]
             except BaseException:  # a failed start or an interrupt: do not wait for answers
                 self._is_stopping = True
                 for worker in self._workers - set(self._idle_workers):
@@ -116,12 +122,18 @@ class DeadlinePool(Generic[T]):
                 threads.shutdown(cancel_futures=True)
 
     def _call(self, arguments: Settings, timeout_s: float) -> T | Failed:
-        """Sends a job to an idle worker, or to a new one, and returns the answer."""
+        """Returns the answer to a job; a job whose worker is killed is done once more, by another worker."""
         try:
             # `Connection.send` would share the memory of tensors, which needs a child of multiprocessing.
             message = pickle.dumps((dict(arguments), timeout_s))
         except Exception as error:  # pickling an object of the user may raise anything
             return Failed("bad_row", f"cannot be sent to another process: {error_text(error)}")
+        answer = self._answer(message, timeout_s)
+        # Someone else may have killed the worker, such as the kernel without memory.
+        return self._answer(message, timeout_s) if answer is _KILLED else answer
+
+    def _answer(self, message: bytes, timeout_s: float) -> T | Failed:
+        """Sends a message to an idle worker, or to a new one, and returns the answer."""
         while True:
             try:
                 worker = self._idle_workers.pop()
@@ -141,6 +153,8 @@ class DeadlinePool(Generic[T]):
         except (EOFError, OSError):
             self._drop(worker)
             code = worker.process.returncode
+            if code == -signal.SIGKILL:
+                return _KILLED
             return Failed("crash", f"the scoring process ended with code {code}")
         except Exception as error:  # unpickling an object of the user may raise anything
             answer = Failed("bad_return", f"cannot be read in the parent: {error_text(error)}")

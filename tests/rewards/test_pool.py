@@ -16,7 +16,7 @@ from hone.rewards import pool as pool_module
 from hone.rewards.failures import Failed
 from hone.rewards.pool import DeadlinePool, PoolError
 
-WORK = """
+WORK = r"""
 import os, signal, subprocess, sys, time
 
 def make(base=0):
@@ -52,6 +52,26 @@ def make(base=0):
             raise KeyError(value)
         if action == "exit":
             os._exit(7)
+        if action == "record pid":  # the first call hangs, the later ones do not
+            with open(value, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            while open(value).read().count("\n") == 1:
+                time.sleep(0.01)
+            return "scored"
+        if action == "kill":
+            with open(value, "a") as file:
+                file.write(f"{os.getpid()}\n")
+            os.kill(os.getpid(), signal.SIGKILL)
+        if action == "segfault":
+            import ctypes
+            ctypes.string_at(0)
+        if action == "closerange":
+            os.closerange(3, 1000)
+        if action == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        if action == "memory":
+            held = bytearray(b"x") * (3 << 29)
+            os._exit(len(held) & 1)
         if action == "half":
             os.write(int(sys.argv[1]), (1000).to_bytes(4, "big") + b"half")
             time.sleep(3600)
@@ -244,6 +264,60 @@ def test_a_row_that_cannot_be_sent_fails_alone(make_pool: Callable[..., Deadline
     assert [failed.reason for failed in failures] == ["bad_row"] * 3
     assert "OSError: a closed file" in failures[0].detail
     assert (result, new_pid) == (5, pid)
+
+
+def test_a_row_whose_process_is_killed_from_outside_is_scored_once_more(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    file = tmp_path / "pids"
+
+    def kill_when_scoring() -> None:
+        while not (file.exists() and file.read_text().endswith("\n")):
+            time.sleep(0.01)
+        os.kill(int(file.read_text()), signal.SIGKILL)
+
+    threading.Thread(target=kill_when_scoring, daemon=True).start()
+    scores = make_pool().run([{"action": "record pid", "value": str(file)}, add(1)], 60)
+    assert scores == ["scored", 1]
+    first, second = map(int, file.read_text().split())
+    assert first != second
+
+
+def test_a_row_whose_process_is_killed_twice_is_one_failure(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    file = tmp_path / "pids"
+    killed, result = make_pool().run([{"action": "kill", "value": str(file)}, add(1)], 60)
+    assert (killed.reason, result) == ("crash", 1)
+    assert "code -9" in killed.detail
+    assert len(file.read_text().split()) == 2
+
+
+@pytest.mark.slow
+def test_hostile_scorers_are_failures_and_leave_no_process(
+    make_pool: Callable[..., DeadlinePool], tmp_path: Path
+) -> None:
+    pool, pid_file, child_file = make_pool(size=2), tmp_path / "pids", tmp_path / "child"
+    hostile = [
+        {"action": "segfault"},
+        {"action": "exit"},
+        {"action": "kill", "value": str(pid_file)},
+        {"action": "closerange"},
+        {"action": "child", "value": str(child_file)},
+        {"action": "stop"},
+        {"action": "memory"},
+        {"action": "raise", "value": "x"},
+    ]
+    for _ in range(6):
+        *failures, result = pool.run([*hostile, add(5)], 10)
+        reasons = [failed.reason for failed in failures]
+        crash, late = ["crash"], ["timeout"]
+        assert reasons == [*crash * 4, *late * 2, *crash, "exception"]
+        assert result == 5
+        assert has_ended(int(child_file.read_text()))
+    pids = [worker.process.pid for worker in pool._workers]
+    pool.close()
+    assert all(has_ended(pid) for pid in pids)
 
 
 PARENT = """
