@@ -275,12 +275,12 @@ class Box(DescriptorOwner):
 
     def _on_exit(self) -> None:
         assert self._pidfd is not None
+        self.kill()  # children of the program may still run
         _, status = os.waitpid(self.pid, 0)
         self._end_time = time.monotonic()
         self._exit_code = os.waitstatus_to_exitcode(status)
         self._end_event("process", self._pidfd)
         self.pid = 0 if self.request.plan.bwrap_path is not None else self.pid
-        self._kill_program()  # children of the program may still run
         pidfd = self._init_pidfd
         if pidfd is not None:
             self._watch("namespace", pidfd, lambda: self._on_namespace_end(pidfd))
@@ -320,19 +320,16 @@ class Box(DescriptorOwner):
     def kill(self, status: Status | None = None) -> None:
         """Kills all processes of the box; the first `status` of several calls is the status of the result."""
         self._kill_status = self._kill_status or status
-        self._kill_program()
-        if self.pid and "process" in self._pending_events:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, signal.SIGKILL)
-
-    def _kill_program(self) -> None:
-        """Kills all processes in the box, but not the process of bubblewrap outside the box."""
         if self._init_pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._init_pidfd, signal.SIGKILL)
-        if self.request.plan.bwrap_path is None and self.pid:
+        if self.pid:
+            # The first process in the box may still wait for bubblewrap, and its pid is not known yet.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.pid, signal.SIGKILL)
+        if self.pid and "process" in self._pending_events:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, signal.SIGKILL)
         if self._cgroup is not None:
             with as_root():
                 self._cgroup.kill()

@@ -25,9 +25,14 @@ from hone.services.sockets import DISCONNECT_EVENTS
 _MAX_ATTEMPTS = 3  # attempts to start a program, if the warden or the box is killed
 _GRACE_S = 30.0  # time for the answer of the warden, after the time limit of a run
 _EXIT_TIMEOUT_S = 5.0  # a warden closes its sockets before it exits
+_ROOT = str(Path(__file__).resolve().parents[2])
 _WARDEN_PROGRAM = (
     "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.warden import main;"
-    " main(int(sys.argv[2]), float(sys.argv[3]))"
+    " main(int(sys.argv[2]), int(sys.argv[3]), float(sys.argv[4]))"
+)
+_GUARD_PROGRAM = (
+    "import sys; sys.path.insert(0, sys.argv[1]); from hone.sandbox.guard import main;"
+    " main(int(sys.argv[2]))"
 )
 
 
@@ -59,6 +64,7 @@ class WardenClient:
         self._lock = threading.RLock()
         self._control_socket: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
+        self._guard: subprocess.Popen[bytes] | None = None
 
     def send(self, message: bytes, descriptors: Sequence[int]) -> None:
         """Sends a message with descriptors; if the warden has ended, sends it to a new warden."""
@@ -81,7 +87,7 @@ class WardenClient:
         self._lock = threading.RLock()
         if self._control_socket is not None:
             self._control_socket.close()  # the warden ends when no process holds the socket
-        self._control_socket = self._process = None
+        self._control_socket = self._process = self._guard = None
 
     def clean_up_if_dead(self) -> None:
         """If the warden is dead, kills the boxes that it was building."""
@@ -93,47 +99,47 @@ class WardenClient:
 
     def _start(self) -> socket.socket:
         control_socket, warden_socket = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with warden_socket:
-            root = str(Path(__file__).resolve().parents[2])
-            arguments = [root, str(warden_socket.fileno()), str(self.spare_lifetime_s)]
-            self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _WARDEN_PROGRAM, *arguments],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[warden_socket.fileno()],
-                env={},
-                cwd="/",
-                start_new_session=True,
-            )
+        guard_fd, warden_fd = os.pipe()  # the guard reads it until the warden ends
+        try:
+            warden_fds = [warden_socket.fileno(), warden_fd]
+            arguments = [*map(str, warden_fds), str(self.spare_lifetime_s)]
+            self._process = _start_program(_WARDEN_PROGRAM, arguments, pass_fds=warden_fds)
+            self._guard = _start_program(_GUARD_PROGRAM, [str(self._process.pid)], stdin=guard_fd)
+        finally:
+            warden_socket.close()
+            os.close(guard_fd)
+            os.close(warden_fd)
         self._control_socket = control_socket
         return control_socket
 
     def close(self) -> None:
-        """Closes the control socket, which ends the warden, and kills the boxes of a warden that failed."""
+        """Closes the control socket, which ends the warden; the guard kills the boxes of a failed warden."""
         with self._lock:
             if self._control_socket is not None:
                 self._control_socket.close()
-            if self._process is not None:
-                with contextlib.suppress(subprocess.TimeoutExpired):
-                    if self._process.wait(timeout=_GRACE_S) != 0:
-                        _kill_session(self._process.pid)
-            self._control_socket = self._process = None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                for process in (self._process, self._guard):
+                    if process is not None:
+                        process.wait(timeout=_GRACE_S)
+            self._control_socket = self._process = self._guard = None
 
 
-def _kill_session(session_id: int) -> None:
-    """Kills all processes in the session of a dead warden.
-
-    A bubblewrap process that has just started does not yet die with its parent. The kernel does not
-    reuse a session's id while the session has a member.
-    """
-    has_members = True
-    while has_members:
-        has_members = False
-        for name in os.listdir("/proc"):
-            with contextlib.suppress(ProcessLookupError, PermissionError, ValueError):
-                if os.getsid(int(name)) == session_id and os.path.exists(f"/proc/{name}/exe"):
-                    os.kill(int(name), signal.SIGKILL)  # zombies have no exe
-                    has_members = True
+def _start_program(
+    program: str,
+    arguments: Sequence[str],
+    stdin: int = subprocess.DEVNULL,
+    pass_fds: Sequence[int] = (),
+) -> subprocess.Popen[bytes]:
+    """Starts a Python program in a session of its own, without the environment."""
+    return subprocess.Popen(
+        [sys.executable, "-I", "-S", "-c", program, _ROOT, *arguments],
+        stdin=stdin,
+        stdout=subprocess.DEVNULL,
+        pass_fds=pass_fds,
+        env={},
+        cwd="/",
+        start_new_session=True,
+    )
 
 
 _warden = WardenClient(SPARE_LIFETIME_S)

@@ -22,12 +22,15 @@ StandardFds = tuple[int, int, int]  # the descriptors that become stdin, stdout 
 def spawn(argv: list[str], *, standard_fds: StandardFds, pass_fds: Sequence[int]) -> int:
     """Starts a process with an empty environment and returns its pid; the process inherits `pass_fds`.
 
+    The process leads a process group, so that a kill of the group reaches a child that it has just started.
     The caller closes `pass_fds` at once, because later children would inherit these descriptors too.
     """
     for descriptor in pass_fds:
         os.set_inheritable(descriptor, True)
     actions = [(os.POSIX_SPAWN_DUP2, fd, target) for target, fd in enumerate(standard_fds)]
-    return os.posix_spawn(argv[0], argv, {}, file_actions=actions, setsigdef=SIGNALS_TO_RESET)
+    return os.posix_spawn(
+        argv[0], argv, {}, file_actions=actions, setsigdef=SIGNALS_TO_RESET, setpgroup=0
+    )
 
 
 def set_rlimits(pid: int, job: Job) -> None:

@@ -263,11 +263,15 @@ def _kind(request: RunRequest) -> SpareKind | None:
     return (request.plan, request.job.disk_mb, request.has_channel) if fits_spare else None
 
 
-def main(control_fd: int, spare_lifetime_s: float) -> None:
-    """Runs the warden: serves requests until the control socket closes."""
+def main(control_fd: int, guard_fd: int, spare_lifetime_s: float) -> None:
+    """Runs the warden: serves requests until the control socket closes.
+
+    `guard_fd` stays open until the warden ends, which the guard sees.
+    """
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the control socket ends the warden
-    os.set_inheritable(control_fd, False)
+    for descriptor in (control_fd, guard_fd):
+        os.set_inheritable(descriptor, False)
     hard_limit = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard_limit, hard_limit))
     ctypes.CDLL(None).prctl(_SET_CHILD_SUBREAPER, 1, 0, 0, 0)

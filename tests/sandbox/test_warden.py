@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 import uuid
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +325,83 @@ def test_a_killed_trainer_leaves_no_box_warden_or_cgroup(bwrap: None) -> None:
     trainer.stdout.close()
     assert wait_until(lambda: not any(os.path.exists(f"/proc/{p}/exe") for p in pids))
     assert wait_until(lambda: leftovers(pid) == [])
+
+
+TRAINER = """
+import dataclasses, sys, threading, time
+from hone.sandbox import Job, client, run_python
+from hone.sandbox.client import run_job
+from hone.sandbox.layers import DEFAULT_MINIMUM, box_plan_for
+
+plan = box_plan_for(DEFAULT_MINIMUM)
+if len(sys.argv) > 1:
+    plan = dataclasses.replace(plan, bwrap_path=sys.argv[1])
+
+def work(argv):
+    while True:
+        run_job(Job("pass", argv=argv), plan)
+
+run_python("pass")
+print(client._warden._process.pid, flush=True)
+for argv in ((), (), ("x",)):
+    threading.Thread(target=work, args=[argv], daemon=True).start()
+time.sleep(1000)
+"""
+
+
+@contextlib.contextmanager
+def trainer_that_builds_boxes(*arguments: str) -> Iterator[tuple[subprocess.Popen[str], int]]:
+    """Starts a trainer; yields it and the pid of its warden, and kills the trainer at the end."""
+    root = Path(__file__).resolve().parents[2]
+    command = [sys.executable, "-c", TRAINER, *arguments]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=root) as trainer:
+        assert trainer.stdout is not None
+        try:
+            yield trainer, int(trainer.stdout.readline())
+        finally:
+            trainer.kill()
+
+
+def test_a_box_that_does_not_die_with_its_warden_yet_is_killed_after_trainer_and_warden(
+    bwrap: None, tmp_path: Path
+) -> None:
+    slow = tmp_path / "bwrap"
+    slow.write_text("#!/bin/sh\nsleep 1000\n")
+    slow.chmod(0o755)
+    with trainer_that_builds_boxes(str(slow)) as (trainer, pid):
+        assert wait_until(lambda: {*members(pid)} & {*processes_that_mention("sleep")})
+        trainer.kill()
+        os.kill(pid, signal.SIGKILL)
+    assert wait_until(lambda: members(pid) == [])
+
+
+@pytest.mark.slow
+def test_a_trainer_and_a_warden_that_are_killed_while_they_build_boxes_leave_none(
+    bwrap: None,
+) -> None:
+    chooser = random.Random(1)
+    for _ in range(40):
+        with trainer_that_builds_boxes() as (trainer, pid):
+            time.sleep(0.1 * chooser.random())
+            first, second = chooser.sample([trainer.pid, pid], 2)
+            os.kill(first, signal.SIGKILL)
+            time.sleep(chooser.choice([0.0, 0.002 * chooser.random(), 0.02 * chooser.random()]))
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(second, signal.SIGKILL)
+        assert wait_until(lambda warden=pid: members(warden) == [])
+
+
+def test_callers_that_hang_up_while_their_box_is_built_leave_none_without_a_cgroup(
+    bwrap: None,
+) -> None:
+    plan = dataclasses.replace(box_plan_for(DEFAULT_MINIMUM), parent_cgroups=None)
+    client.close()
+    pid = warden_pid()
+    chooser = random.Random(1)
+    for _ in range(40):
+        with client.Run(Job("pass", argv=["x"]), plan):
+            time.sleep(0.012 * chooser.random())
+    assert wait_until(lambda: descendants(pid) == [])
 
 
 def test_a_killed_caller_ends_its_run(bwrap: None) -> None:
