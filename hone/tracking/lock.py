@@ -42,7 +42,7 @@ class FolderLocked(RuntimeError):
 
 
 class LockLost(FolderLocked):
-    """Raised when another machine considered this process dead and took over the lock."""
+    """Raised when the lock file was deleted, or another machine considered this process dead."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,8 @@ class FolderLock:
     def __init__(self, file: Path, locked_path: Path) -> None:
         self.file, self.locked_path = file, locked_path
         self.holder: Holder | None = None
-        self.is_lost = False
+        self.loss: str | None = None
+        """Why this process no longer holds the lock that it acquired."""
         self._depth = 0  # number of `with` blocks inside this process
         self._created_folders: list[Path] = []
         self._released = threading.Event()
@@ -177,19 +178,25 @@ class FolderLock:
     def _heartbeat(self) -> None:
         while not self._released.wait(HEARTBEAT_S):
             try:
-                if _read(self.file)[0] != self.holder:
-                    self.is_lost = True
-                    log.error("%s", self._lost_message())
+                current, _ = _read(self.file)
+                if current != self.holder:
+                    self.loss = self._loss_message(current)
+                    log.error("%s", self.loss)
                     return
                 os.utime(self.file)
             except OSError as error:  # the file server may be unreachable: try again
                 log.warning("%s cannot be touched: %s", self.file, error)
 
-    def _lost_message(self) -> str:
-        return (
-            f"the lock of {self.locked_path} was taken over: this process did not run for "
-            f"{DEAD_AFTER_S:.0f} s and was considered dead. It writes nothing more to the folder"
-        )
+    def _loss_message(self, current: Holder | None) -> str:
+        reason = f"the lock file {self.file} was deleted"
+        if current is not None:
+            # On this machine, no process takes the lock of a process that exists.
+            if not current.is_on_this_machine:
+                reason = (
+                    f"this process did not run for {DEAD_AFTER_S:.0f} s and was considered dead"
+                )
+            reason = f"{current} has taken over the lock, because {reason}"
+        return f"{self.locked_path}: {reason}; this process writes nothing more to the folder"
 
     def _remove_created_folders(self) -> None:
         """Removes the folders that were created for the lock and are still empty."""
@@ -230,8 +237,8 @@ def lock_target(target: str | os.PathLike[str]) -> FolderLock:
 def raise_if_lock_lost(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
     lock = _locks.get(Path(folder).expanduser().resolve() / LOCK_NAME)
-    if lock is not None and lock.is_lost:
-        raise LockLost(lock._lost_message())
+    if lock is not None and lock.loss is not None:
+        raise LockLost(lock.loss)
 
 
 def _link(draft: Path, target: Path) -> bool:

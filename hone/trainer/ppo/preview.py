@@ -64,10 +64,14 @@ class ResourceEstimate:
         """Yields a problem if the disk has no space for another checkpoint."""
         if self.config.trainer.save_freq != 0 and self.checkpoint_bytes > self.free_bytes:
             yield (
-                f"a checkpoint takes about {self.checkpoint_bytes / GIB:.1f} GiB and {self._disk_folder} has "
-                f"{self.free_bytes / GIB:.1f} GiB free; free space, name another "
+                f"a checkpoint takes about {_size_text(self.checkpoint_bytes)} and {self._disk_folder} "
+                f"has {_size_text(self.free_bytes)} free; free space, name another "
                 "trainer.default_local_dir, or set trainer.save_freq=0"
             )
+
+
+def _size_text(size_bytes: float) -> str:
+    return f"{size_bytes / GIB:.1f} GiB" if size_bytes >= GIB else f"{size_bytes / 2**20:.2f} MiB"
 
 
 def preview_lines(
@@ -97,5 +101,5 @@ def preview_lines(
         yield (
             f"about {estimate.memory_bytes / GIB:.2f} GiB per process for weights, gradients and "
             "optimizer, without activations and KV cache; a checkpoint takes about "
-            f"{estimate.checkpoint_bytes / GIB:.2f} of {estimate.free_bytes / GIB:.0f} GiB free"
+            f"{_size_text(estimate.checkpoint_bytes)} of {_size_text(estimate.free_bytes)} free"
         )
