@@ -299,6 +299,7 @@ class LoopRunner:
 
     async def _run_loops(self, groups: list[_Group], sampling: Fields, limit_s: float) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
+        self._creation_error: Exception | None = None  # of the first loop that cannot be created
         tasks: dict[asyncio.Task[None], str] = {}  # task -> uid
         group_by_index = {
             index: group for group in groups if not group.is_aborted for index in group.rows
@@ -350,7 +351,13 @@ class LoopRunner:
         )
 
         async def run_loop() -> list[AgentLoopOutput]:
-            loop = factory(server_manager=manager, **self._loop_arguments)
+            if self._creation_error is not None:  # creating a loop may block for a minute
+                raise self._creation_error
+            try:
+                loop = factory(server_manager=manager, **self._loop_arguments)
+            except Exception as error:
+                self._creation_error = error
+                raise
             loop.request_id = row["trajectory_id"]
             result: Any = await loop.run(sampling, **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]

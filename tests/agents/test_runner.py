@@ -7,7 +7,7 @@ import contextlib
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
@@ -323,6 +323,32 @@ def test_a_loop_that_raises_names_its_row_and_cancels_the_others(
     with pytest.raises(AgentLoopFailed, match=r"uid=u1 sample 0: KeyError: 'no such tool'"):
         runner(echo).run(data)
     assert sorted(loop.ended) == ["u0", "u2"]
+
+
+class CannotBeCreated(AgentLoopBase):
+    """Its tools do not load, which may take a minute each time."""
+
+    attempts: ClassVar[list[str]] = []
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        self.attempts.append("attempt")
+        raise ConnectionError("the server does not answer")
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        raise NotImplementedError
+
+
+def test_a_loop_that_cannot_be_created_is_created_once_for_all_rows(
+    runner: Runner, rows: Rows, echo: ScriptedRollout
+) -> None:
+    from hone.plugins import load_object
+
+    loop = load_object(register_loop("CannotBeCreated"))
+    loop.attempts.clear()
+    data = rows(["a", "b", "c", "d"], agent_name=[register_loop("CannotBeCreated")] * 4)
+    with pytest.raises(AgentLoopFailed, match=r"uid=u0 sample 0: ConnectionError: the server"):
+        runner(echo).run(data)
+    assert loop.attempts == ["attempt"]
 
 
 def test_an_engines_refusal_reaches_the_row_that_caused_it(

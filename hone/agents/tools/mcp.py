@@ -58,6 +58,7 @@ class McpServer:
         self._session_task: asyncio.Task[Any] | None = None
         self._close_event = asyncio.Event()
         self._lock = asyncio.Lock()
+        self._hang: TimeoutError | None = None  # a call has waited for the connection, in vain
         threading.Thread(target=self._loop.run_forever, name=f"mcp-{name}", daemon=True).start()
 
     def tools(self) -> list[Any]:
@@ -111,10 +112,20 @@ class McpServer:
         async with self._lock:
             if self._session_task is None or self._session_task.done():
                 self._session_future: asyncio.Future[Any] = self._loop.create_future()
+                # asyncio logs an exception that no call retrieves.
+                self._session_future.add_done_callback(lambda future: future.exception())
                 self._close_event = asyncio.Event()
                 session = self._run_session(self._session_future, self._close_event)
                 self._session_task = self._loop.create_task(session)
-        return await asyncio.shield(self._session_future)
+        future = self._session_future
+        if self._hang is not None and not future.done():
+            raise self._hang  # the connection is made in the background, and no other call waits
+        try:
+            return await asyncio.shield(future)
+        except asyncio.CancelledError:
+            if not future.done():
+                self._hang = TimeoutError("no session yet; an earlier call has waited for it")
+            raise
 
     async def _run_session(
         self, session_future: asyncio.Future[Any], close_event: asyncio.Event
@@ -127,8 +138,8 @@ class McpServer:
 
         def time_out() -> None:
             if not session_future.done():
-                error = TimeoutError(f"no session after {CONNECT_TIMEOUT_S:g} s")
-                session_future.set_exception(error)
+                self._hang = TimeoutError(f"no session after {CONNECT_TIMEOUT_S:g} s")
+                session_future.set_exception(self._hang)
             task.cancel()
 
         timer = asyncio.get_running_loop().call_later(CONNECT_TIMEOUT_S, time_out)
@@ -138,6 +149,7 @@ class McpServer:
                 session = await stack.enter_async_context(ClientSession(streams[0], streams[1]))
                 await session.initialize()
                 timer.cancel()
+                self._hang = None
                 session_future.set_result(session)
                 await close_event.wait()
         except BaseException as error:

@@ -161,6 +161,36 @@ def test_a_server_that_never_answers_is_given_up(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("connect_limit_s", "call_limit_s"), [(60.0, 2.0), (2.0, 60.0)])
+def test_one_call_waits_for_a_server_that_hangs_when_it_is_connected_again(
+    server: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    connect_limit_s: float,
+    call_limit_s: float,
+) -> None:
+    starts = tmp_path / "starts"
+    hanging = tmp_path / "hanging.py"
+    hanging.write_text(
+        f"import os, runpy, time\nwith open({str(starts)!r}, 'a') as file: file.write('x')\n"
+        f"if os.path.getsize({str(starts)!r}) > 1: time.sleep(600)\n"
+        f"runpy.run_path({str(server)!r})\n"
+    )
+    command = {"command": sys.executable, "args": [str(hanging)], "env": dict(os.environ)}
+    tools = listed(tmp_path, command)
+    assert answers(tools, ADD)[0] == ["5"]
+    monkeypatch.setattr("hone.agents.tools.mcp.CONNECT_TIMEOUT_S", connect_limit_s)
+    answers(tools, ToolCall("leave", {}))
+    session = ToolSession(tools, AgentData([], [1], "r", {}), 9, None, call_limit_s, str)
+    [first] = asyncio.run(session.run_calls([ADD]))
+    assert "took longer than 2 s" in first or "no session after 2 s" in first
+    monkeypatch.setattr("hone.agents.tools.mcp.CONNECT_TIMEOUT_S", 600.0)
+    later = ToolSession(tools, AgentData([], [1], "r", {}), 9, None, 10.0, str)
+    texts = [asyncio.run(later.run_calls([ADD]))[0] for _ in range(3)]
+    assert all("no session" in text for text in texts), texts
+
+
+@pytest.mark.slow
 def test_a_selected_tool_that_no_server_has_is_refused(server: Path, tmp_path: Path) -> None:
     command = {"command": sys.executable, "args": [str(server)], "env": dict(os.environ)}
     with pytest.raises(ToolError, match="no MCP server has the tool 'subtract'"):
