@@ -2,6 +2,8 @@
 
 The lock file names the holder. A hard link creates the file, which is atomic also on NFS, where `flock` may
 not work. A holder is alive while its process runs or, on another machine, while it touches the lock file.
+filelock is not used: NFS `nolock` and Lustre `localflock` keep its locks on one machine, so that two
+machines would write one run (DESIGN.md §6, State), and a run does not see that its lock file was deleted.
 """
 
 from __future__ import annotations
