@@ -5,7 +5,7 @@ Importing this package loads neither torch nor ray nor transformers: a name is i
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -54,11 +54,13 @@ def __dir__() -> list[str]:
 
 
 def _initialize() -> None:
-    """Installs the finder for verl's module paths and sets the configured logging level."""
-    from hone.compat import install_finder
+    """Installs the finder for verl's module paths, if hone/verl is there, and sets the logging level."""
     from hone.logging_level import set_logging_level
 
-    install_finder()
+    if importlib.util.find_spec("hone.verl") is not None:
+        from hone.verl.finder import install_finder
+
+        install_finder()
     set_logging_level()
 
 

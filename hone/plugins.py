@@ -26,8 +26,8 @@ T = TypeVar("T")
 Plugin = TypeVar("Plugin", covariant=True)
 """The type of a table's plug-ins: a class, or a function signature."""
 UNSUPPORTED_ATTRIBUTE = "__unsupported__"
-"""The attribute of a placeholder that has its error message. A placeholder (compat.py) stands for a name of
-verl that hone does not support."""
+"""The attribute of a placeholder that has its error message. A placeholder stands for a name of verl
+that hone does not support."""
 
 
 class PluginError(ValueError):
@@ -202,10 +202,16 @@ def load_module(path: str) -> ModuleType:
     return _load_file(file.resolve())
 
 
+def _has_package(package: str) -> bool:
+    """Returns whether a package is installed; a folder without `__init__.py` is not a package."""
+    spec = importlib.util.find_spec(package)
+    return spec is not None and spec.origin is not None
+
+
 def _import(name: str) -> ModuleType:
     """Imports a module; if verl is not installed, `verl.x` is imported as `hone.x`."""
     target = name
-    if name.startswith("verl.") and importlib.util.find_spec("verl") is None:
+    if name.startswith("verl.") and not _has_package("verl"):
         target = f"hone.{name.removeprefix('verl.')}"
     try:
         return importlib.import_module(target)

@@ -1,3 +1,3 @@
-"""`python -m recipe.dapo.main_dapo`, as verl's commands name it: hone.compat says what runs."""
+"""`python -m recipe.dapo.main_dapo`, as verl's commands name it: hone.verl.finder says what runs."""
 
 import hone  # noqa: F401 -- it installs the finder that answers for the programs below here

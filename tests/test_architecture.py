@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -21,6 +22,7 @@ LEVELS = {
     "cli": 6,
     "api": 6,  # the functions of `hone` itself: train, sft, evaluate, LLM
     "__main__": 6,
+    "verl": 6,  # verl's names and programs; only the package's __init__ imports it, to install its finder
     "trainer": 5,
     "launch": 5,
     "workers": 4,
@@ -51,12 +53,9 @@ LEVELS = {
     "redaction": -1,  # secrets, for whatever writes or shows a setting or an error
     "text": 0,  # text from outside: cleaned wherever it enters
 }
-LAZY_ROOTS = {
-    "__init__",
-    "compat",
-    "compat_programs",
-    "compat_table",
-}  # may name any room, but only once a name is asked for
+LAZY_ROOTS = {"__init__"}  # may name any room, but only once a name is asked for
+SEAM = ("__init__.py", "verl.finder")
+"""The file that installs the finder for verl's paths, and the module that it imports for it."""
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -194,16 +193,10 @@ def _wrong_way(package: Path, path: str, found: Import) -> str | None:
     here, there = room_of(path), parts[1]
     if here == there:
         return None
-    if (here, there) in (
-        ("__init__", "compat"),
-        ("compat", "compat_table"),
-        ("compat", "compat_programs"),
-    ):
-        return None  # installs the lazy table of verl's paths; loads no room
     if here in LAZY_ROOTS:
         return f"imports {found.target} when it loads; do it lazily" if found.at_load else None
     if there not in LEVELS:
-        return f"imports {found.target}, which is no room (compat is for users only)"
+        return f"imports {found.target}, which is no room"
     if LEVELS[there] > LEVELS[here]:
         return f"(level {LEVELS[here]}) imports {found.target} (level {LEVELS[there]})"
     if LEVELS[there] == LEVELS[here] and parts[2:3] != ["contract"]:
@@ -218,6 +211,55 @@ def imports_point_down(package: Path) -> list[str]:
             if problem := _wrong_way(package, path, found):
                 wrong.append(f"{path}:{found.line} {problem}")
     return wrong
+
+
+DOTTED_NAME = re.compile(r"(?P<module>\w+(\.\w+)+)(:[\w.]+)?")
+
+
+def _docstrings(tree: ast.Module) -> set[int]:
+    """The ids of strings that are statements: docstrings of modules, functions and fields."""
+    return {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+
+
+def _names_verls_room(package: Path, path: str, tree: ast.Module) -> Iterator[str]:
+    room = f"{package.name}.verl"
+    for found in imports(package, path, tree):
+        if (path, found.target) == (SEAM[0], f"{package.name}.{SEAM[1]}"):
+            continue
+        if f"{found.target}.".startswith(f"{room}."):
+            yield f"{path}:{found.line} imports {found.target}"
+        elif found.target.startswith(f"{package.name}.") and not _is_module(package, found.target):
+            yield f"{path}:{found.line} imports {found.target}, which only the finder of verl's paths finds"
+    skipped = _docstrings(tree)
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Constant)
+            and isinstance(node.value, str)
+            and id(node) not in skipped
+        ):
+            is_seam = path == SEAM[0] and node.value == room
+            names_room = f"{room}." in f"{node.value}."
+            if (names_room and not is_seam) or _is_path_of_verl(package, node.value):
+                yield f"{path}:{node.lineno} names {node.value!r}"
+
+
+def _is_path_of_verl(package: Path, text: str) -> bool:
+    """Whether `text` is `hone.a.b` or `hone.a.b:object` and the package has no such module or class."""
+    name = DOTTED_NAME.fullmatch(text)
+    if not name or not text.startswith(f"{package.name}."):
+        return False
+    parent, _, last = name["module"].rpartition(".")
+    is_object = parent == package.name or (last[0].isupper() and _is_module(package, parent))
+    return not _is_module(package, name["module"]) and not is_object
+
+
+def core_knows_nothing_of_verls_room(package: Path) -> list[str]:
+    return [
+        f"{wrong}; the rest of the package works without hone/verl"
+        for path, tree in sources(package)
+        if room_of(path) != "verl"
+        for wrong in _names_verls_room(package, path, tree)
+    ]
 
 
 def every_room_has_a_level(package: Path) -> list[str]:
@@ -344,8 +386,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"engine/a.py": "from hone.rollout.native import X", "rollout/native.py": "X = 1"},
             {"engine/a.py": "from hone import rollout", "rollout/__init__.py": ""},
             {"data/a.py": "import importlib\nimportlib.import_module('hone.cli')", "cli.py": ""},
-            {"cli.py": "import hone.compat", "compat.py": ""},
-            {"compat.py": "from hone.data import rows", "data/rows.py": ""},
+            {"verl/a.py": "from hone import cli", "cli.py": ""},
             {"columns.py": "import hone.protocol", "protocol.py": ""},
             {
                 "ops/a.py": "if TYPE_CHECKING:\n    pass\nelse:\n    import hone.engine",
@@ -358,12 +399,35 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"engine/a.py": "from hone.rollout import contract", "rollout/contract.py": ""},
             {"engine/a.py": "from .b import X", "engine/b.py": "X = 1"},
             {"ops/a.py": "from hone import __version__", "__init__.py": "__version__ = '1'"},
-            {"compat.py": "def f():\n    import hone.cli", "cli.py": ""},
-            {"__init__.py": "from hone.compat import install", "compat.py": "install = 1"},
+            {"verl/a.py": "import hone.trainer", "trainer/__init__.py": ""},
             {
                 "ops/a.py": "if TYPE_CHECKING:\n    from hone.engine import fsdp",
                 "engine/fsdp.py": "",
             },
+        ],
+    ),
+    core_knows_nothing_of_verls_room: (
+        [
+            {"cli.py": "def f():\n    from hone.verl import finder", "verl/finder.py": ""},
+            {"cli.py": "from .verl.finder import x", "verl/finder.py": "x = 1"},
+            {"__init__.py": "def f():\n    import hone.verl.table", "verl/table.py": ""},
+            {"ops/a.py": "importlib.import_module('hone.verl.finder')", "verl/finder.py": ""},
+            {"ops/a.py": "TABLE = {'a': 'hone.verl.finder:x'}", "verl/finder.py": ""},
+            {"ops/a.py": "name = f'hone.verl.{x}'", "verl/finder.py": ""},
+            {"ops/a.py": "from hone.utils.device import x"},
+            {"ops/a.py": "TABLE = {'a': 'hone.utils.device:x'}"},
+        ],
+        [
+            {
+                "__init__.py": "def f():\n    find_spec('hone.verl')\n    import hone.verl.finder",
+                "verl/finder.py": "",
+            },
+            {
+                "verl/a.py": "from hone.verl import b\nTABLE = {'a': 'hone.verl.b:x'}",
+                "verl/b.py": "",
+            },
+            {"ops/a.py": '"""hone.verl.finder finds verl\'s paths."""', "verl/finder.py": ""},
+            {"ops/a.py": "TABLE = {'a': 'hone.ops.b:x'}", "ops/b.py": ""},
         ],
     ),
     every_room_has_a_level: (

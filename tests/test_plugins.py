@@ -131,3 +131,9 @@ def test_a_taken_name_stays_taken_but_registering_again_is_fine():
     table.add("fn", make())  # one module imported twice gives two objects of one name
     with pytest.raises(PluginError, match="already"):
         table.add("fn", math.sqrt)
+
+
+def test_a_folder_named_verl_is_not_verl(tmp_path, monkeypatch):
+    (tmp_path / "verl").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    assert load_object("verl.utils.reward_score.gsm8k:compute_score").__module__.startswith("hone.")

@@ -99,7 +99,7 @@ def steps(out: Path) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_script_of_search_r1_trains_as_written(script: str, task: Path, tmp_path: Path) -> None:
-    from hone.compat_programs import PROGRAMS
+    from hone.verl.programs import PROGRAMS
 
     words = [*shlex.split(BOTH), *shlex.split(SCRIPTS[script])]
     if "format" in script:

@@ -1,4 +1,4 @@
-"""Resolves verl's module paths by the tables in `hone.compat_table` and `hone.compat_programs`.
+"""Resolves verl's module paths by the tables in `hone.verl.table` and `hone.verl.programs`.
 
 A finder at the end of `sys.meta_path` finds the modules of these paths; a name is imported on first access.
 """
@@ -13,8 +13,8 @@ from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
 from typing import Any
 
-from hone.compat_programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
-from hone.compat_table import NAMES, WHOLE_MODULES
+from hone.verl.programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
+from hone.verl.table import NAMES, WHOLE_MODULES
 
 
 def paths() -> set[str]:

@@ -1,6 +1,6 @@
 """Maps verl's public module paths and names (`hone` replaces `verl`) to the modules that implement them.
 
-Nothing is imported here; `hone.compat` resolves the paths.
+Nothing is imported here; `hone.verl.finder` resolves the paths.
 """
 
 from __future__ import annotations

@@ -16,9 +16,9 @@ import pytest
 from verl_names import EXAMPLES_AND_DOCUMENTS
 
 import hone
-from hone import compat
+from hone.verl import finder
 
-USER_DOCS = Path(__file__).resolve().parents[2] / "shared" / "user_docs"
+USER_DOCS = Path(__file__).resolve().parents[3] / "shared" / "user_docs"
 IMPORT = re.compile(r"^\s*(from\s+verl[\w.]*\s+import\s+[\w ,]+|import\s+verl[\w.]*)\s*$", re.M)
 
 WRITTEN_BY_USERS = [
@@ -120,7 +120,7 @@ WRITTEN_BY_USERS = [
 
 @pytest.fixture(autouse=True)
 def _installed() -> None:
-    compat.install_finder()
+    finder.install_finder()
 
 
 def exists(module: str) -> bool:
@@ -155,11 +155,11 @@ def test_a_patch_of_a_module_of_verls_meets_the_module_itself(monkeypatch: Any) 
     assert gsm8k.compute_score("", "") == 7.0
 
 
-@pytest.mark.parametrize("path", sorted(compat.WHOLE_MODULES))
+@pytest.mark.parametrize("path", sorted(finder.WHOLE_MODULES))
 def test_a_whole_module_shows_the_names_of_the_room(path: str) -> None:
     module, room = (
         importlib.import_module(path),
-        importlib.import_module(compat.WHOLE_MODULES[path]),
+        importlib.import_module(finder.WHOLE_MODULES[path]),
     )
     public = [n for n in vars(room) if not n.startswith("_")]
     assert public
@@ -168,10 +168,10 @@ def test_a_whole_module_shows_the_names_of_the_room(path: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "name"), [(path, name) for path, names in compat.NAMES.items() for name in names]
+    ("path", "name"), [(path, name) for path, names in finder.NAMES.items() for name in names]
 )
 def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
-    module, _, attribute = compat.NAMES[path][name].partition(":")
+    module, _, attribute = finder.NAMES[path][name].partition(":")
     found = getattr(importlib.import_module(path), name)
     assert found is getattr(importlib.import_module(module), attribute)
     assert name in dir(importlib.import_module(path))
@@ -179,24 +179,24 @@ def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
 
 @pytest.mark.parametrize(
     ("path", "name"),
-    [(path, name) for path, names in compat.ABSENT_NAMES.items() for name in names],
+    [(path, name) for path, names in finder.ABSENT_NAMES.items() for name in names],
 )
 def test_a_name_that_is_not_built_says_so_when_it_is_called(path: str, name: str) -> None:
     found = getattr(importlib.import_module(path), name)
     for called in (found, type("Mine", (found,), {})):
         with pytest.raises(NotImplementedError, match=f"^{name}: "):
             called("x", key=1)
-    assert name not in compat.NAMES.get(path, {})
+    assert name not in finder.NAMES.get(path, {})
 
 
-@pytest.mark.parametrize("path", sorted(compat.PROGRAMS))
+@pytest.mark.parametrize("path", sorted(finder.PROGRAMS))
 def test_every_program_of_the_table_is_there(path: str) -> None:
-    module, *_ = compat.PROGRAMS[path].split()
+    module, *_ = finder.PROGRAMS[path].split()
     assert exists(module)
-    assert module in compat.VerlLoader().get_code(path).co_consts
+    assert module in finder.VerlLoader().get_code(path).co_consts
 
 
-@pytest.mark.parametrize("path", sorted({*compat.PROGRAMS, *compat.ABSENT_PROGRAMS}))
+@pytest.mark.parametrize("path", sorted({*finder.PROGRAMS, *finder.ABSENT_PROGRAMS}))
 def test_a_program_is_found_inside_and_recipes_also_where_verl_has_them(path: str) -> None:
     assert exists(path)
     if path.startswith("hone.recipe."):
@@ -253,7 +253,7 @@ def test_the_search_program_with_format_scores_scores_the_format() -> None:
 
 def test_no_path_of_the_table_hides_a_real_module() -> None:
     root = Path(hone.__file__).parent
-    listed = {*compat.WHOLE_MODULES, *compat.NAMES, *compat.ABSENT_NAMES, *compat.PROGRAMS}
+    listed = {*finder.WHOLE_MODULES, *finder.NAMES, *finder.ABSENT_NAMES, *finder.PROGRAMS}
     for path in listed:
         file = root.joinpath(*path.split(".")[1:])
         assert not file.with_suffix(".py").exists(), path
@@ -277,7 +277,7 @@ def test_a_path_outside_the_table_is_no_module() -> None:
 
 def test_a_path_that_is_no_program_cannot_be_run() -> None:
     with pytest.raises(ImportError, match="is not a program"):
-        compat.VerlLoader().get_code("hone.utils.reward_score")
+        finder.VerlLoader().get_code("hone.utils.reward_score")
 
 
 def test_star_imports_bring_the_names_of_the_table() -> None:
@@ -287,24 +287,20 @@ def test_star_imports_bring_the_names_of_the_table() -> None:
 
 
 def test_installing_twice_leaves_one_finder() -> None:
-    compat.install_finder()
-    assert sum(isinstance(f, compat.VerlFinder) for f in sys.meta_path) == 1
+    finder.install_finder()
+    assert sum(isinstance(f, finder.VerlFinder) for f in sys.meta_path) == 1
 
 
 def test_installing_and_importing_a_path_loads_nothing_heavy() -> None:
     code = (
-        "import sys; import hone.compat; hone.compat.install_finder(); import hone.utils.reward_score, "
-        "hone.workers.reward_manager, hone.experimental.agent_loop; "
+        "import sys; import hone.verl.finder; hone.verl.finder.install_finder(); "
+        "import hone.utils.reward_score, hone.workers.reward_manager, hone.experimental.agent_loop; "
         "print([m for m in ('torch', 'ray', 'transformers') if m in sys.modules])"
     )
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert out.stdout.strip() == "[]"
 
 
-@pytest.mark.skipif(
-    "compat" not in Path(hone.__file__).read_text(encoding="utf-8"),
-    reason="hone/__init__.py does not install the table yet",
-)
 def test_importing_hone_is_enough() -> None:
     code = "from hone.utils.reward_score import gsm8k; print(gsm8k.compute_score.__name__)"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
