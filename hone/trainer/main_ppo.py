@@ -116,14 +116,5 @@ def restart_under_nsys(config: GlobalProfilerConfig) -> None:
     os.execvp("nsys", ["nsys", "profile", *arguments, sys.executable, *sys.orig_argv[1:]])
 
 
-def __getattr__(name: str) -> Function:
-    """Imports a name of verl on first use, because hone's own programs do not need these names."""
-    if name not in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from hone.trainer.ppo import verl_steps
-
-    return getattr(verl_steps, name)
-
-
 if __name__ == "__main__":
     sys.exit(run_module(main, "ppo_trainer", "hone.trainer.main_ppo"))

@@ -1,6 +1,7 @@
-"""Resolves verl's module paths by the tables in `hone.verl.table` and `hone.verl.programs`.
+"""Resolves verl's module paths by the tables in modules.py, table.py and programs.py.
 
 A finder at the end of `sys.meta_path` finds the modules of these paths; a name is imported on first access.
+Another finder, at the start, adds verl's names to the modules of hone that are at the same path as in verl.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import CodeType, ModuleType
 from typing import Any
 
+from hone.verl.modules import EXTENDED_MODULES, WHOLE_MODULES
 from hone.verl.programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
-from hone.verl.table import NAMES, WHOLE_MODULES
+from hone.verl.table import NAMES
 
 
 def paths() -> set[str]:
@@ -63,7 +65,12 @@ class VerlModule(ModuleType):
 
 def _resolve(path: str, name: str) -> Any:
     """Imports the object that the table has for a name of a path."""
-    module, _, attribute = NAMES[path][name].partition(":")
+    return _load(NAMES[path][name])
+
+
+def _load(target: str) -> Any:
+    """Imports an object, given as "module:name"."""
+    module, _, attribute = target.partition(":")
     return getattr(importlib.import_module(module), attribute)
 
 
@@ -142,7 +149,37 @@ class VerlFinder(MetaPathFinder):
         return ModuleSpec(fullname, VerlLoader(), is_package=not is_program)
 
 
+class ExtendingLoader(SourceFileLoader):
+    """Loads a module of hone and adds verl's names of the same path, which are imported on first access."""
+
+    def exec_module(self, module: ModuleType) -> None:
+        super().exec_module(module)
+        path, targets = module.__name__, EXTENDED_MODULES[module.__name__]
+
+        def get_name(name: str) -> Any:
+            if name not in targets:
+                raise AttributeError(f"module {path!r} has no attribute {name!r}")
+            return _load(targets[name])
+
+        module.__dict__["__getattr__"] = get_name
+
+
+class ExtendingFinder(MetaPathFinder):
+    """Finds the modules of hone to which verl's names are added."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        if fullname not in EXTENDED_MODULES:
+            return None
+        spec = PathFinder.find_spec(fullname, path, target)
+        if spec is not None and isinstance(spec.loader, SourceFileLoader):
+            spec.loader = ExtendingLoader(spec.loader.name, spec.loader.path)
+        return spec
+
+
 def install_finder() -> None:
-    """Adds the finder for verl's paths to `sys.meta_path`; a second call does nothing."""
+    """Adds the finders to `sys.meta_path`; a second call does nothing."""
     if not any(isinstance(finder, VerlFinder) for finder in sys.meta_path):
+        sys.meta_path.insert(0, ExtendingFinder())
         sys.meta_path.append(VerlFinder())

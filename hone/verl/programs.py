@@ -1,6 +1,6 @@
 """Tables of verl's programs, and of unsupported programs and names with their error messages.
 
-Nothing is imported here; `hone.verl.finder` resolves the paths.
+Nothing is imported here; finder.py resolves the paths.
 """
 
 from __future__ import annotations

@@ -1,19 +1,18 @@
-"""Maps verl's public module paths and names (`hone` replaces `verl`) to the modules that implement them.
+"""Maps the names of verl's modules (`hone` replaces `verl`) to the objects that implement them.
 
-Nothing is imported here; `hone.verl.finder` resolves the paths.
+modules.py has the paths that are one of our modules. Nothing is imported here; finder.py resolves the names.
 """
 
 from __future__ import annotations
 
 _CONTROLLER = "hone.controller"
 _DISPATCH = f"{_CONTROLLER}.dispatch"
-_SCORES = "hone.rewards.scores"
 _MANAGERS = "hone.rewards.managers"
 _REWARD_LOOP = f"{_MANAGERS}.reward_loop"
 _ADVANTAGES = "hone.algorithms.advantages"
 _LOSSES = "hone.algorithms.policy_losses"
-_CORE_MODULE = "hone.algorithms.core_algos"
-_TRAINER_FUNCTIONS = "hone.trainer.ppo.verl_steps"
+_CORE_MODULE = "hone.verl.core_algos"
+_TRAINER_FUNCTIONS = "hone.verl.ray_trainer"
 _AGENTS = "hone.agents.contract"
 _DATA = "hone.data"
 
@@ -22,60 +21,6 @@ def _map(module: str, names: str) -> dict[str, str]:
     """Maps each name to "module:name"."""
     return {name: f"{module}:{name}" for name in names.split()}
 
-
-def _modules(path: str, package: str, names: str) -> dict[str, str]:
-    """Maps each module of `path` to the module of the same name in `package`."""
-    return {f"{path}.{name}": f"{package}.{name}" for name in names.split()}
-
-
-WHOLE_MODULES: dict[str, str] = {
-    **_modules(
-        "hone.utils.reward_score",
-        _SCORES,
-        "gsm8k math_reward math_dapo math_verify rlla sandbox_fusion prime_math "
-        "prime_code geo3k qa_em qa_em_format countdown",
-    ),
-    "hone.utils.reward_score.math": f"{_SCORES}.math_reward",
-    "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
-    "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
-    "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
-    **_modules("hone.workers.reward_manager", _MANAGERS, "batch prime dapo blank registry"),
-    "hone.workers.reward_manager.abstract": f"{_MANAGERS}.rule",
-    "hone.workers.reward_manager.naive": f"{_MANAGERS}.rule",
-    "hone.trainer.ppo.reward": "hone.rewards.loading",
-    "hone.trainer.ppo.rollout_corr_helper": "hone.algorithms.rollout_correction",
-    "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
-    "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.contract",
-    "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
-    "hone.tools.base_tool": "hone.agents.tools.contract",
-    "hone.tools.schemas": "hone.agents.tools.contract",
-    "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",
-    "hone.interactions.base": "hone.agents.interactions.contract",
-    "hone.tools.search_tool": "hone.agents.tools.search",
-    "hone.tools.mcp_base_tool": "hone.agents.tools.mcp",
-    "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
-    "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
-    "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
-    "hone.utils.seqlen_balancing": "hone.ops.balancing",
-    "hone.utils.torch_functional": "hone.ops.verl_functional",
-    "hone.utils.py_functional": "hone.ops.verl_python",
-    "hone.utils.model": "hone.ops.verl_functional",
-    "hone.utils.groupwise": "hone.ops.verl_functional",
-    "hone.utils.distributed": "hone.ops.verl_distributed",
-    "hone.utils.memory_utils": "hone.ops.verl_distributed",
-    "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
-    "hone.utils.tracking": "hone.tracking",
-    "hone.utils.fs": f"{_DATA}.files",
-    "hone.utils.hdfs_io": f"{_DATA}.files",
-    "hone.utils.device": "hone.ops.device",
-    "hone.utils.rollout_trace": "hone.tracking.markers",
-    "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
-    **{
-        f"hone.model_merger.{kind}_model_merger": "hone.trainer.model_merger"
-        for kind in ("base", "fsdp", "megatron")
-    },
-}
-"""Maps each path whose names are all in one of our modules to that module."""
 
 _MANAGER_NAMES = {
     **_map(f"{_MANAGERS}.rule", "AbstractRewardManager NaiveRewardManager"),

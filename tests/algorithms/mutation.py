@@ -34,9 +34,8 @@ NO_TESTS = 5  # pytest's exit status
 ADVANTAGES = ["tests/algorithms/advantages"]
 LOSSES = ["tests/algorithms/policy_losses"]
 CORRECTION = [
-    f"tests/algorithms/test_{name}.py"
-    for name in ("correction", "correction_metrics", "rejection", "rollout_correction")
-]
+    f"tests/algorithms/test_{name}.py" for name in ("correction", "correction_metrics", "rejection")
+] + ["tests/verl/test_rollout_correction.py"]
 TESTS: dict[str, list[str]] = {
     "hone/ops/rows.py": ["tests/ops/test_rows.py"],
     "hone/algorithms/value_loss.py": ["tests/algorithms/test_value_loss.py"],

@@ -177,6 +177,17 @@ def test_every_name_of_the_table_is_there(path: str, name: str) -> None:
     assert name in dir(importlib.import_module(path))
 
 
+@pytest.mark.parametrize("path", sorted(finder.EXTENDED_MODULES))
+def test_a_module_of_ours_at_a_path_of_verl_has_verls_names_too(path: str) -> None:
+    module = importlib.import_module(path)
+    assert (Path(hone.__file__).parents[1] / path.replace(".", "/")).with_suffix(".py").is_file()
+    for name, target in finder.EXTENDED_MODULES[path].items():
+        room, _, attribute = target.partition(":")
+        assert getattr(module, name) is getattr(importlib.import_module(room), attribute)
+    with pytest.raises(AttributeError, match=f"module '{path}' has no attribute 'nothing'"):
+        module.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize(
     ("path", "name"),
     [(path, name) for path, names in finder.ABSENT_NAMES.items() for name in names],

@@ -9,13 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms import advantages, core_algos, policy_losses
+from hone.algorithms import advantages, policy_losses
 from hone.algorithms.policy_losses.policy_loss import BatchCounts, agg_loss, batch_counts
 from hone.config import load_config
 from hone.protocol import DataProto
-
-from .advantages.batches import CONFIG, batch
-from .advantages.references import REFERENCES
+from hone.verl import core_algos
+from tests.algorithms.advantages.batches import CONFIG, batch
+from tests.algorithms.advantages.references import REFERENCES
 
 RANDOM = np.random.default_rng(5)
 MASK = RANDOM.uniform(size=(6, 4)) < 0.8

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.algorithms.core_algos import compute_entropy_loss
+from hone.verl.core_algos import compute_entropy_loss
 
 
 def slow_entropy(logits: np.ndarray, mask: np.ndarray) -> float:

@@ -11,13 +11,13 @@ import torch
 from omegaconf import OmegaConf
 
 from hone.agents.collate import TRAJECTORY_ROW
-from hone.algorithms.core_algos import AdvantageEstimator
 from hone.algorithms.kl import AdaptiveKLController, FixedKLController
 from hone.config import ConfigError
 from hone.config.algorithm import AlgorithmConfig
 from hone.data.samplers import AbstractSampler
 from hone.protocol import DataProto, object_array
-from hone.trainer.ppo.verl_steps import (
+from hone.verl.core_algos import AdvantageEstimator
+from hone.verl.ray_trainer import (
     TaskRunner,
     apply_kl_penalty,
     compose_config,

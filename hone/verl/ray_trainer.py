@@ -10,7 +10,6 @@ from typing import TypeVar
 from torch import Tensor
 
 from hone.algorithms import advantages
-from hone.algorithms.core_algos import compute_pf_ppo_reweight_data
 from hone.algorithms.kl import FixedKLController
 from hone.columns import REWARD_PREFIX, require
 from hone.config import PPOTrainerConfig
@@ -33,6 +32,7 @@ from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
 from hone.trainer.ppo.plan import Plan
 from hone.types import Fields, JsonValue, Settings
+from hone.verl.core_algos import compute_pf_ppo_reweight_data
 
 __all__ = ["create_rl_dataset"]
 

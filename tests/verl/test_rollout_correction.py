@@ -7,10 +7,10 @@ import math
 import pytest
 import torch
 
-from hone.algorithms import rollout_correction as functions
 from hone.algorithms.correction import correct
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.protocol import DataProto
+from hone.verl import rollout_correction as functions
 
 OLD = torch.tensor([[-1.0, -0.5, -2.0], [-1.0, -1.0, -1.0]], dtype=torch.float64)
 ROLLOUT = torch.tensor([[-2.0, -0.4, -1.0], [-1.1, -1.0, -3.0]], dtype=torch.float64)
