@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from hone import compat
+from hone.verl import programs
 
 RESULTS = Path(__file__).parent / "results" / "conformance.json"
 STUBS = (
@@ -103,13 +103,13 @@ def verdict(command: Command) -> Verdict:
     """Every reason for which a command is refused, and the notes that it gives."""
     found = Verdict()
     program = "hone." + re.sub(r"^(verl|scripts)\.", "", command.program)
-    absent = getattr(compat, "ABSENT_PROGRAMS", {})
+    absent = programs.ABSENT_PROGRAMS
     if program in absent or not _is_program(program):
         found.reasons.append(absent.get(program, f"no program {command.program}"))
     tree = _tree_of(command.program.rpartition(".")[2])
     arguments = command.arguments if tree is not None else None
     while arguments is not None:
-        words = getattr(compat, "PROGRAMS", {}).get(program, "").split()[1:]
+        words = programs.PROGRAMS.get(program, "").split()[1:]
         before = os.getcwd()
         os.chdir(command.folder)
         try:

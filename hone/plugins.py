@@ -341,14 +341,3 @@ def import_external_libs(external_libs: str | Iterable[str] | None = None) -> No
     names = [external_libs] if isinstance(external_libs, str) else external_libs or ()
     for name in names:
         importlib.import_module(name)
-
-
-def _is_installed(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-is_vllm_available = functools.partial(_is_installed, "vllm")
-is_sglang_available = functools.partial(_is_installed, "sglang")
-is_megatron_core_available = functools.partial(_is_installed, "megatron")
-is_trl_available = functools.partial(_is_installed, "trl")
-is_nvtx_available = functools.partial(_is_installed, "nvtx")

@@ -46,21 +46,22 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
     "hone.utils.seqlen_balancing": "hone.ops.balancing",
-    "hone.utils.torch_functional": "hone.ops.verl_functional",
-    "hone.utils.py_functional": "hone.ops.verl_python",
-    "hone.utils.model": "hone.ops.verl_functional",
-    "hone.utils.groupwise": "hone.ops.verl_functional",
-    "hone.utils.distributed": "hone.ops.verl_distributed",
-    "hone.utils.memory_utils": "hone.ops.verl_distributed",
-    "hone.utils.metric.utils": "hone.trainer.ppo.metric_utils",
+    "hone.utils.torch_functional": "hone.verl.torch_functional",
+    "hone.utils.py_functional": "hone.verl.py_functional",
+    "hone.utils.model": "hone.verl.torch_functional",
+    "hone.utils.groupwise": "hone.verl.torch_functional",
+    "hone.utils.distributed": "hone.verl.distributed",
+    "hone.utils.memory_utils": "hone.verl.distributed",
+    "hone.trainer.ppo.metric_utils": "hone.verl.metric_utils",
+    "hone.utils.metric.utils": "hone.verl.metric_utils",
     "hone.utils.tracking": "hone.tracking",
     "hone.utils.fs": f"{_DATA}.files",
     "hone.utils.hdfs_io": f"{_DATA}.files",
-    "hone.utils.device": "hone.ops.device",
+    "hone.utils.device": "hone.verl.device",
     "hone.utils.rollout_trace": "hone.tracking.markers",
     "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
     **{
-        f"hone.model_merger.{kind}_model_merger": "hone.trainer.model_merger"
+        f"hone.model_merger.{kind}_model_merger": "hone.verl.model_merger"
         for kind in ("base", "fsdp", "megatron")
     },
 }

@@ -23,7 +23,8 @@ PROGRAMS: dict[str, str] = {
         + "}"
     ),
     "hone.search_r1.search.retrieval_server": "hone.retrieval.serve",
-    "hone.model_merger.__main__": "hone.trainer.model_merger",
+    "hone.model_merger.__main__": "hone.verl.model_merger",
+    "hone.trainer.main_generation_server": "hone.verl.main_generation_server",
     "hone.recipe.dapo.main_dapo": _DAPO_PROGRAM,
     "hone.recipe.dapo.src.main_dapo": _DAPO_PROGRAM,
     "hone.recipe.entropy.main_entropy": _DAPO_PROGRAM,

@@ -66,7 +66,7 @@ _PROFILER_NAMES = _map(
 ) | {
     "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
     **_map(_TRAINER_FUNCTIONS, "DistProfilerExtension"),
-    **_map("hone.ops.verl_distributed", "reduce_timing"),
+    **_map("hone.verl.distributed", "reduce_timing"),
 }
 _LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
@@ -189,7 +189,7 @@ _ROLLOUT_CONFIGS = {
 _REWARD_CONFIGS = _map(
     "hone.config.reward", "RewardManagerConfig RewardModelConfig SandboxFusionConfig"
 )
-_METRICS = "hone.trainer.ppo.metric_utils"
+_METRICS = "hone.verl.metric_utils"
 _ROLE_CHECKS = "WorkerType need_critic need_reference_policy need_reward_model need_teacher_policy"
 _TOKENIZER_NAMES = _map(
     "hone.models.from_config", "hf_tokenizer hf_processor normalize_token_ids set_pad_token_id"
@@ -311,20 +311,23 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.debug.performance": _PROFILER_NAMES,
     "hone.utils.logger": _LOGGERS,
     "hone.utils.logger.aggregate_logger": _LOGGERS,
-    "hone.utils.net_utils": _map("hone.ops.verl_python", "is_ipv4 is_ipv6"),
+    "hone.utils.net_utils": _map("hone.verl.py_functional", "is_ipv4 is_ipv6"),
     "hone.utils.checkpoint.checkpoint_manager": {
         **_map("hone.tracking.run_folder", "find_latest_ckpt_path get_checkpoint_tracker_filename"),
-        **_map("hone.ops.verl_python", "should_save_ckpt_esi"),
+        **_map("hone.verl.py_functional", "should_save_ckpt_esi"),
     },
     "hone.utils.chat_template": _TEMPLATE_NAMES,
     "hone.utils.import_utils": {
         **_map(
             "hone.plugins",
-            "load_extern_object load_module import_external_libs is_megatron_core_available "
-            "is_nvtx_available is_sglang_available is_trl_available is_vllm_available",
+            "load_extern_object load_module import_external_libs",
         ),
         "load_extern_type": "hone.plugins:load_extern_object",
-        **_map("hone.ops.verl_python", "deprecated load_class_from_fqn"),
+        **_map(
+            "hone.verl.py_functional",
+            "deprecated is_megatron_core_available is_nvtx_available is_sglang_available "
+            "is_trl_available is_vllm_available load_class_from_fqn",
+        ),
         **_map(f"{_DATA}.files", "resolve_config_path"),
     },
     "hone.utils.config": {
@@ -337,7 +340,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils": {
         **_TOKENIZER_NAMES,
         **_map("hone.config.keys", "omega_conf_to_dataclass"),
-        **_map("hone.ops.verl_functional", "as_torch_index group_mean_std"),
+        **_map("hone.verl.torch_functional", "as_torch_index group_mean_std"),
         **_map(_TRAINER_FUNCTIONS, "validate_config"),
     },
     "hone.workers.rollout.replica": {"TokenOutput": "hone.rollout.contract:TokenOutput"},

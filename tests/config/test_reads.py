@@ -50,7 +50,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
     "**.cudagraph_capture_sizes": ("rollout/build.py", "config.cudagraph_capture_sizes"),
     "**.enable_prefix_caching": ("rollout/build.py", "config.enable_prefix_caching"),
     "global_profiler.nsys_options": ("trainer/main_ppo.py", "config.nsys_options"),
-    "data.output_path": ("trainer/main_generation_server.py", "data.output_path"),
+    "data.output_path": ("verl/main_generation_server.py", "data.output_path"),
     # a cluster
     "ray_kwargs.ray_init.*": ("trainer/ppo/roles.py", "config.ray_kwargs.ray_init"),
     "ray_kwargs.timeline_json_file": (

@@ -6,7 +6,6 @@ import logging
 
 import pytest
 
-from hone.ops import device
 from hone.tracking import markers
 
 
@@ -31,13 +30,6 @@ def test_decorators_do_not_change_the_function() -> None:
     assert markers.GPUMemoryLogger(role="actor")(one)() == 1
     with markers.rollout_trace_attr(sample_index=1, step=2, rollout_n=0):
         markers.mark_end_range(markers.mark_start_range(message="m"))
-
-
-def test_the_device_has_verls_names() -> None:
-    assert device.get_device_name() in ("cpu", "cuda")
-    assert device.get_nccl_backend() in ("gloo", "nccl")
-    assert device.get_device_id() == 0
-    assert device.get_torch_device().__name__ == f"torch.{device.get_device_name()}"
 
 
 def test_a_profiler_of_one_worker_is_disabled_or_refused() -> None:

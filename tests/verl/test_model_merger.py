@@ -11,15 +11,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from hone.config import ConfigError
 from hone.trainer import export as exports
-from hone.trainer.model_merger import (
+from hone.verl.model_merger import (
     BaseModelMerger,
     ModelMergerConfig,
     generate_config_from_args,
     main,
     parse_args,
 )
-
-from .runs import Task
+from tests.trainer.runs import Task
 
 MERGE = ["merge", "--backend", "fsdp", "--local_dir", "run/global_step_2/actor"]
 

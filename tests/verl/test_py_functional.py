@@ -9,7 +9,7 @@ from collections import OrderedDict
 import pytest
 from omegaconf import OmegaConf
 
-from hone.ops import verl_python as F
+from hone.verl import py_functional as F
 
 
 def test_dicts_are_joined_renamed_and_collected() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hone.protocol import DataProto
-from hone.trainer.ppo.metric_utils import (
+from hone.verl.metric_utils import (
     AggregationType,
     Metric,
     bootstrap_metric,

@@ -7,6 +7,7 @@ In verl, they are in `utils.py_functional`, `utils.net_utils`, `utils.import_uti
 from __future__ import annotations
 
 import functools
+import importlib.util
 import ipaddress
 import multiprocessing
 import os
@@ -200,3 +201,14 @@ def should_save_ckpt_esi(
     if expiration := os.environ.get("SAGEMAKER_CURRENT_CAPACITY_BLOCK_EXPIRATION_TIMESTAMP"):
         return int(expiration) - time.time() < needed_s
     return False
+
+
+def _is_installed(package: str) -> bool:
+    return importlib.util.find_spec(package) is not None
+
+
+is_vllm_available = functools.partial(_is_installed, "vllm")
+is_sglang_available = functools.partial(_is_installed, "sglang")
+is_megatron_core_available = functools.partial(_is_installed, "megatron")
+is_trl_available = functools.partial(_is_installed, "trl")
+is_nvtx_available = functools.partial(_is_installed, "nvtx")

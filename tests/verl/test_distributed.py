@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from tensordict import TensorDict
 
-from hone.ops import verl_distributed as F
+from hone.verl import distributed as F
 
 
 @pytest.fixture

@@ -8,9 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hone.config import ConfigError, load_config
-from hone.trainer.main_generation_server import generation_config, main
-
-from .runs import Task
+from hone.verl.main_generation_server import generation_config, main
+from tests.trainer.runs import Task
 
 
 def test_the_keys_of_training_say_what_to_generate() -> None:

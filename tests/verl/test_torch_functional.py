@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from hone.ops import verl_functional as F
+from hone.verl import torch_functional as F
 
 
 def test_log_probs_and_entropy_of_logits() -> None:

@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hone.ops.device import get_device_name, get_nccl_backend
 from hone.ops.rows import masked_sum
+from hone.verl.device import get_device_name, get_nccl_backend
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -20,14 +20,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from hone.ops.rows import Groups, factorise, zero_outside_mask
 from hone.ops.rows import masked_var as masked_var
 from hone.ops.rows import masked_whiten as masked_whiten
-from hone.ops.verl_distributed import allgather_dict_tensors as allgather_dict_tensors
-from hone.ops.verl_distributed import broadcast_dict_tensor as broadcast_dict_tensor
-from hone.ops.verl_distributed import distributed_masked_mean as distributed_masked_mean
-from hone.ops.verl_distributed import distributed_mean_max_min_std as distributed_mean_max_min_std
-from hone.ops.verl_distributed import (
+from hone.types import Fields
+from hone.verl.distributed import allgather_dict_tensors as allgather_dict_tensors
+from hone.verl.distributed import broadcast_dict_tensor as broadcast_dict_tensor
+from hone.verl.distributed import distributed_masked_mean as distributed_masked_mean
+from hone.verl.distributed import distributed_mean_max_min_std as distributed_mean_max_min_std
+from hone.verl.distributed import (
     split_dict_tensor_into_batches as split_dict_tensor_into_batches,
 )
-from hone.types import Fields
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig, PreTrainedConfig
