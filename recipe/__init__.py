@@ -1,3 +1,8 @@
-"""`python -m recipe.dapo.main_dapo`, as verl's commands name it: hone.verl.finder says what runs."""
+"""In a checkout, `python -m recipe.dapo.main_dapo` runs `hone.recipe.dapo.main_dapo`.
 
-import hone  # noqa: F401 -- it installs the finder that answers for the programs below here
+This package is not installed, because it would hide a user's own package `recipe`.
+"""
+
+from hone.verl.finder import install_recipe_finder
+
+install_recipe_finder()

@@ -31,6 +31,15 @@ SOURCES = (
 SOURCES += ("LICENSE", "constraints.txt")
 
 
+def copy_sources(clone: Path) -> Path:
+    """Copies what a build reads from this checkout to the folder `clone`."""
+    clone.mkdir()
+    for name in SOURCES:
+        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
+        copy(ROOT / name, clone / name)
+    return clone
+
+
 def commands(title: str) -> list[str]:
     """The command lines of one section of the page."""
     section = PAGE.read_text(encoding="utf-8").partition(f"## {title}\n")[2].partition("\n## ")[0]
@@ -62,16 +71,23 @@ def test_make_takes_the_index_of_torch_for_torch_alone() -> None:
     assert ["--index-url URL" in line for line in installs] == [True, False]
 
 
+def test_the_distribution_installs_no_top_level_package_but_hone(tmp_path: Path) -> None:
+    """The checkout's `recipe` would hide a user's own package of this name."""
+    pytest.importorskip("setuptools", minversion="77")  # what pyproject.toml asks for
+    clone, build = copy_sources(tmp_path / "clone"), tmp_path / "build"
+    command = [sys.executable, "setup.py", "--quiet", "build_py", "--build-lib", str(build)]
+    subprocess.run(command, cwd=clone, check=True, timeout=280)
+    assert (clone / "recipe").is_dir()
+    assert [path.name for path in build.iterdir()] == ["hone"]
+
+
 @pytest.mark.slow
 def test_a_wheel_outside_the_clone_runs_quickstart_config_and_a_recipe(tmp_path: Path) -> None:
     """Its dependencies are those of this environment, by a path file; the clone is not on the path."""
     pytest.importorskip("setuptools", minversion="77")  # what pyproject.toml asks for
-    clone, elsewhere, venv = tmp_path / "clone", tmp_path / "elsewhere", tmp_path / "venv"
-    clone.mkdir()
+    elsewhere, venv = tmp_path / "elsewhere", tmp_path / "venv"
+    clone = copy_sources(tmp_path / "clone")
     elsewhere.mkdir()
-    for name in SOURCES:
-        copy = shutil.copytree if (ROOT / name).is_dir() else shutil.copy
-        copy(ROOT / name, clone / name)
     fresh = [sys.executable, "-m", "venv", "--without-pip", str(venv)]
     subprocess.run(fresh, check=True, timeout=280)
     site = next((venv / "lib").glob("python*/site-packages"))

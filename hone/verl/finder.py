@@ -6,6 +6,7 @@ Another finder, at the start, adds verl's names to the modules of hone that are 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -19,6 +20,7 @@ from hone.verl.programs import ABSENT_NAMES, ABSENT_PROGRAMS, PROGRAMS
 from hone.verl.table import NAMES
 
 
+@functools.cache
 def paths() -> set[str]:
     """Returns all paths of the tables and of their parent packages."""
     table_paths = {*WHOLE_MODULES, *NAMES, *ABSENT_NAMES, *PROGRAMS, *ABSENT_PROGRAMS}
@@ -133,20 +135,30 @@ def _hone_path(path: str) -> str:
     return f"hone.{path}" if path.startswith("recipe.") else path
 
 
+def _spec(fullname: str, hone_path: str) -> ModuleSpec | None:
+    """Returns the spec of the module `fullname` for a path of the tables; None for any other path."""
+    if hone_path not in paths():
+        return None
+    is_program = hone_path in PROGRAMS or hone_path in ABSENT_PROGRAMS
+    return ModuleSpec(fullname, VerlLoader(), is_package=not is_program)
+
+
 class VerlFinder(MetaPathFinder):
     """Finds the paths of the tables, as the last finder: real modules have precedence."""
-
-    def __init__(self) -> None:
-        self._paths = paths()
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        hone_path = _hone_path(fullname)
-        if hone_path not in self._paths:
-            return None
-        is_program = hone_path in PROGRAMS or hone_path in ABSENT_PROGRAMS
-        return ModuleSpec(fullname, VerlLoader(), is_package=not is_program)
+        return _spec(fullname, fullname)
+
+
+class RecipeFinder(MetaPathFinder):
+    """Finds `recipe.*` as `hone.recipe.*`; only the package `recipe` of a checkout installs it."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
+    ) -> ModuleSpec | None:
+        return _spec(fullname, _hone_path(fullname)) if fullname.startswith("recipe.") else None
 
 
 class ExtendingLoader(SourceFileLoader):
@@ -183,3 +195,8 @@ def install_finder() -> None:
     if not any(isinstance(finder, VerlFinder) for finder in sys.meta_path):
         sys.meta_path.insert(0, ExtendingFinder())
         sys.meta_path.append(VerlFinder())
+
+
+def install_recipe_finder() -> None:
+    """Adds the finder for verl's top-level package `recipe` to `sys.meta_path`."""
+    sys.meta_path.append(RecipeFinder())

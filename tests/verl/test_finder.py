@@ -214,6 +214,16 @@ def test_a_program_is_found_inside_and_recipes_also_where_verl_has_them(path: st
         assert exists(path.removeprefix("hone."))
 
 
+def test_a_users_own_package_recipe_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "recipe" / "dapo").mkdir(parents=True)
+    for folder in ("recipe", "recipe/dapo"):
+        (tmp_path / folder / "__init__.py").touch()
+    code = "import hone; from recipe.dapo import main_dapo"
+    options = {"cwd": tmp_path, "capture_output": True, "text": True, "check": False}
+    done = subprocess.run([sys.executable, "-c", code], **options)  # type: ignore[call-overload]
+    assert "cannot import name 'main_dapo' from 'recipe.dapo'" in done.stderr
+
+
 def run(*words: str) -> tuple[int, str]:
     command = [sys.executable, "-m", *words]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
