@@ -5,9 +5,9 @@ from __future__ import annotations
 from hone.tracking.atomic import atomic_path, atomic_write_bytes, atomic_write_text
 from hone.tracking.console import progress
 from hone.tracking.contract import RunInfo, Tracker, TrackerError
-from hone.tracking.markers import simple_timer
 from hone.tracking.metrics_file import MetricsFile, read_metrics, series
 from hone.tracking.run_folder import RunFolder
+from hone.tracking.timer import simple_timer
 from hone.tracking.tracking import Tracking, ValidationGenerationsLogger
 
 __all__ = [

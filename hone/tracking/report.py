@@ -18,10 +18,10 @@ from typing import NamedTuple
 
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_SMOOTHING, bucket_means, envelope, is_unsmoothed
-from hone.tracking.markers import TIMING_PREFIX
 from hone.tracking.panels import PURE_METRIC, SECTIONS
 from hone.tracking.report_data import RunData, load_run
 from hone.tracking.run_folder import unique_labels
+from hone.tracking.timer import TIMING_PREFIX
 from hone.types import JsonObject, JsonValue
 
 CHARACTERS_SHOWN = 4000

@@ -45,7 +45,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.interactions.gsm8k_interaction": "hone.agents.interactions.gsm8k",
     "hone.interactions.weather_interaction": "hone.agents.interactions.weather",
     "hone.experimental.dataset.sampler": f"{_DATA}.samplers",
-    "hone.utils.seqlen_balancing": "hone.ops.balancing",
+    "hone.utils.seqlen_balancing": "hone.verl.seqlen_balancing",
     "hone.utils.torch_functional": "hone.verl.torch_functional",
     "hone.utils.py_functional": "hone.verl.py_functional",
     "hone.utils.model": "hone.verl.torch_functional",
@@ -58,8 +58,8 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.fs": f"{_DATA}.files",
     "hone.utils.hdfs_io": f"{_DATA}.files",
     "hone.utils.device": "hone.verl.device",
-    "hone.utils.rollout_trace": "hone.tracking.markers",
-    "hone.utils.tensordict_utils": "hone.protocol.tensordicts",
+    "hone.utils.rollout_trace": "hone.verl.profiler",
+    "hone.utils.tensordict_utils": "hone.verl.tensordict_utils",
     **{
         f"hone.model_merger.{kind}_model_merger": "hone.verl.model_merger"
         for kind in ("base", "fsdp", "megatron")

@@ -28,11 +28,11 @@ from hone.data.loader import Dataset
 from hone.data.samplers import Sampler
 from hone.plugins import plain_name
 from hone.protocol import DataProto
-from hone.tracking.markers import DistProfiler
 from hone.trainer.ppo import credit
 from hone.trainer.ppo.plan import Plan
 from hone.types import Fields, JsonValue, Settings
 from hone.verl.core_algos import compute_pf_ppo_reweight_data
+from hone.verl.profiler import DistProfiler
 
 __all__ = ["create_rl_dataset"]
 

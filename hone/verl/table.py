@@ -60,15 +60,15 @@ _TOOL_LIST_NAMES = {
     "get_tool_class": "hone.plugins:load_object",
 }
 _PROFILER_NAMES = _map(
-    "hone.tracking.markers",
+    "hone.verl.profiler",
     "DistProfiler GPUMemoryLogger ProfilerConfig log_gpu_memory_usage mark_annotate mark_end_range "
     "mark_start_range marked_timer simple_timer",
 ) | {
-    "_timer": "hone.tracking.markers:simple_timer",  # verl 0.4's name
+    "_timer": "hone.verl.profiler:simple_timer",  # verl 0.4's name
     **_map(_TRAINER_FUNCTIONS, "DistProfilerExtension"),
     **_map("hone.verl.distributed", "reduce_timing"),
 }
-_LOGGERS = _map("hone.tracking.markers", "LocalLogger log_with_rank print_rank_0 print_with_rank")
+_LOGGERS = _map("hone.verl.profiler", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
     **_map(_REWARD_LOOP, "AsyncTokenBucket RewardManagerBase get_reward_manager_cls"),
     "get_reward_loop_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
@@ -255,8 +255,8 @@ NAMES: dict[str, dict[str, str]] = {
             "compute_data_metrics compute_throughout_metrics compute_timing_metrics "
             "compute_variance_proxy_metrics process_validation_metrics reduce_metrics",
         ),
-        **_map("hone.tracking.markers", "marked_timer simple_timer"),
-        "_timer": "hone.tracking.markers:simple_timer",
+        **_map("hone.verl.profiler", "marked_timer simple_timer"),
+        "_timer": "hone.verl.profiler:simple_timer",
         **_map("hone.algorithms.policy_losses.policy_loss", "agg_loss"),
         **_map("hone.protocol", "DataProto"),
     },

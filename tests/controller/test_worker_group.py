@@ -30,7 +30,7 @@ from hone.controller.worker import Placement, Worker
 from hone.controller.worker_group import build_host
 from hone.event_loop import PhaseDeadlines
 from hone.protocol import PADDED_ROW, DataProto, DataProtoFuture
-from hone.protocol import tensordicts as tu
+from hone.verl import tensordict_utils as tu
 
 RAY, RAY2 = (pytest.param(kind, marks=pytest.mark.slow) for kind in ("ray", "ray2"))
 KINDS = ["local", RAY, RAY2]

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from hone.protocol import DataProto, DataProtoFuture, all_gather_data_proto
-from hone.protocol.tensordicts import get_tensordict
+from hone.verl.tensordict_utils import get_tensordict
 
 
 def rows(*numbers: int) -> DataProto:

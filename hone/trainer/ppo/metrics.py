@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from hone.protocol import DataProto
-from hone.tracking.markers import TIMING_PREFIX
+from hone.tracking.timer import TIMING_PREFIX
 from hone.types import JsonValue
 
 

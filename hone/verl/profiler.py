@@ -1,4 +1,4 @@
-"""Step timers, and verl's markers and loggers; profiler and trace markers do nothing."""
+"""verl's timers, markers and loggers; profiler and trace markers do nothing."""
 
 from __future__ import annotations
 
@@ -7,27 +7,16 @@ import functools
 import logging
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import ParamSpec, TypeVar
 
+from hone.tracking.timer import simple_timer as simple_timer
 from hone.types import Function, JsonValue, Settings
 
-TIMING_PREFIX = "timing_s/"
 F = TypeVar("F", bound=Function)
 P = ParamSpec("P")
 R = TypeVar("R")
-
-
-@contextlib.contextmanager
-def simple_timer(name: str, timing_raw: MutableMapping[str, float]) -> Iterator[None]:
-    """Adds the elapsed seconds of the block to `timing_raw[name]`, even if the block raises."""
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        timing_raw[name] = timing_raw.get(name, 0.0) + time.perf_counter() - start
 
 
 def marked_timer(
