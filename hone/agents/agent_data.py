@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Any
 
 from torch import Tensor
@@ -13,16 +12,6 @@ from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.data.messages import Message
 from hone.rollout.contract import TokenOutput
 from hone.types import Fields, Settings
-
-
-class AgentState(Enum):
-    """verl's states of a trajectory, for code that imports them."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    TERMINATED = "terminated"
-    INTERACTING = "interacting"
 
 
 @dataclass

@@ -197,15 +197,6 @@ DERIVED_COLUMNS = {"input_ids": input_ids, "position_ids": position_ids}
 """Columns that are computed where they are read, and never sent to another process."""
 
 
-def add_verl_columns(batch: DataProto) -> DataProto:
-    """Adds columns that code written for verl reads: `input_ids`, `position_ids`, `rm_scores`."""
-    for name, compute in DERIVED_COLUMNS.items():
-        write(batch, name, compute(batch))
-    if batch.has_column(LOOP_SCORE_COLUMN):
-        write(batch, "rm_scores", batch.column(LOOP_SCORE_COLUMN))
-    return batch
-
-
 def _routed_experts(
     outputs: Sequence[AgentLoopOutput], prompt_len: int, response_len: int
 ) -> Tensor:

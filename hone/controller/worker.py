@@ -10,7 +10,7 @@ import contextvars
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 
 from hone.controller import profiling
 from hone.controller.contract import DEFAULT_MESH
@@ -80,6 +80,8 @@ def use_placement(placement: Placement) -> Iterator[None]:
 class Worker:
     """Base class of all workers of a worker group."""
 
+    takes_role: ClassVar[bool] = False
+    """Whether the constructor has an argument `role`, the name of the worker's role."""
     _placement: Placement
     _meshes: dict[str, tuple[int, bool]]
     """The slot of this rank on each mesh, and whether its results are collected."""

@@ -35,7 +35,6 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.algorithms.core_algos": "hone.verl.core_algos",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",
     "hone.experimental.agent_loop.single_turn_agent_loop": "hone.agents.contract",
-    "hone.experimental.agent_loop.tool_agent_loop": "hone.agents.loops.tool",
     "hone.tools.base_tool": "hone.agents.tools.contract",
     "hone.tools.schemas": "hone.agents.tools.contract",
     "hone.tools.gsm8k_tool": "hone.agents.tools.gsm8k",

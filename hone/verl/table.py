@@ -115,8 +115,8 @@ _DISPATCH_NAMES = {
     "collect_dp_compute_data_proto": f"{_DISPATCH}:concat_batches",
 }
 _WORKER_NAMES = {
-    "AsyncActorRolloutRefWorker": "hone.workers.actor_rollout_ref:ActorRolloutRefWorker",
-    **_map("hone.workers.actor_rollout_ref", "ActorRolloutRefWorker"),
+    "AsyncActorRolloutRefWorker": "hone.verl.actor_rollout_ref:ActorRolloutRefWorker",
+    **_map("hone.verl.actor_rollout_ref", "ActorRolloutRefWorker"),
     **_map("hone.workers.critic", "CriticWorker"),
     **_map("hone.workers.reward_model", "RewardModelWorker"),
     **_map("hone.workers.process_reward_model", "ProcessRewardModelWorker"),
@@ -217,6 +217,11 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.workers.rollout.llm_server": {"LLMServerClient": f"{_AGENTS}:ServerManager"},
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
+    "hone.experimental.agent_loop.tool_agent_loop": {
+        **_map("hone.agents.agent_data", "AgentData"),
+        **_map("hone.verl.agent_state", "AgentState"),
+        **_map("hone.agents.loops.tool", "ToolAgentLoop"),
+    },
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
     "hone.experimental.agent_loop.utils": _map(f"{_DATA}.files", "resolve_config_path"),
     "hone.tools.function_tool": _FUNCTION_TOOL_NAMES,

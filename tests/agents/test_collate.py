@@ -10,7 +10,6 @@ import torch
 
 from hone.agents.collate import (
     BadTrajectory,
-    add_verl_columns,
     collate_outputs,
     input_ids,
     position_ids,
@@ -38,15 +37,6 @@ def test_prompts_are_padded_left_and_responses_right_to_the_longest() -> None:
     assert columns["attention_mask"].tolist() == [[1, 1, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     assert position_ids(batch).tolist() == [[0, 1, 2, 3, 4, 4], [0, 0, 0, 1, 2, 3]]
     assert input_ids(batch).tolist() == [[10, 11, 12, 20, 21, PAD], [PAD, PAD, 10, 20, 21, 22]]
-
-
-def test_loops_written_for_verl_find_ids_positions_and_the_loops_score() -> None:
-    batch = collate_outputs([trajectory(1, [1, 1], reward_score=0.5)], pad_token_id=PAD)
-    assert not {"input_ids", "position_ids", "rm_scores"} & set(batch.column_names())
-    columns = add_verl_columns(batch).batch
-    assert columns["input_ids"].tolist() == [[10, 20, 21]]
-    assert columns["position_ids"].tolist() == [[0, 1, 2]]
-    assert columns["rm_scores"].tolist() == [[0.0, 0.5]]
 
 
 def test_environment_tokens_are_attended_to_but_not_the_policys() -> None:

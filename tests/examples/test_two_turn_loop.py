@@ -23,8 +23,8 @@ from hone.protocol import DataProto
 from hone.rollout.scripted import ScriptedRollout
 from hone.tracking import read_metrics
 from hone.trainer.main_ppo import run
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 from hone.workers.actor import PolicyObjective
-from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 
 Command = Callable[..., list[str]]
 

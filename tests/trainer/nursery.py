@@ -96,8 +96,8 @@ def main() -> None:
     import transformers
 
     import hone.trainer.ppo.trainer
+    import hone.verl.actor_rollout_ref
     import hone.workers.actor
-    import hone.workers.actor_rollout_ref
     from hone.trainer.command_line import run_program
 
     loaded: list[Any] = [pyarrow, torch, transformers.AutoModelForCausalLM, hone]

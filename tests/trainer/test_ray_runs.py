@@ -173,7 +173,7 @@ def test_roles_in_processes_of_their_own_give_the_same_numbers(
     from hone.controller import RayWorkerGroup, ResourcePoolManager, Role
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
-    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
     from hone.workers.critic import CriticWorker
 
     together = train(*ALGORITHMS["ppo"], folder="together")

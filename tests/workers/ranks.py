@@ -13,7 +13,7 @@ import torch.distributed as dist
 from hone.config import load_config
 from hone.controller.worker import Placement, use_placement
 from hone.protocol import DataProto
-from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 
 from .tasks import RESPONSE, config_of, prompts

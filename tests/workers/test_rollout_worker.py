@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 from tests.workers.tasks import config_of, prompts, write_model
 
 

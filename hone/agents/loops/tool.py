@@ -15,7 +15,7 @@ from dataclasses import replace
 from types import UnionType
 from typing import Any
 
-from hone.agents.agent_data import AgentData, AgentState
+from hone.agents.agent_data import AgentData
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.interactions.contract import BaseInteraction
 from hone.agents.interactions.environment import EnvironmentInteraction
@@ -38,7 +38,6 @@ from hone.event_loop import run_coroutine
 from hone.text import error_text, short_repr
 from hone.types import Fields, Row, Settings
 
-__all__ = ["AgentData", "AgentState", "ReactAgentLoop", "ToolAgentLoop"]
 logger = logging.getLogger(__name__)
 
 TOOL_CONFIG_KEYS = ("available_tools", "tool_format", "max_tool_calls", "timeout")

@@ -12,6 +12,7 @@ from hone.controller import (
     LocalWorkerGroup,
     ResourcePoolManager,
     Role,
+    Worker,
     WorkerGroup,
     create_colocated_worker_cls,
 )
@@ -90,12 +91,10 @@ def start_workers(
     stack: ExitStack,
 ) -> dict[Role, AnyGroup]:
     """Starts one group per role; roles of a pool share its processes. Closing `stack` stops the groups."""
-    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
-
     is_local = group_cls is LocalWorkerGroup
     pool_members: dict[str, dict[str, ClassWithInitArgs]] = {}
     for role, cls in roles.items():
-        role_argument = {"role": str(role)} if issubclass(cls, ActorRolloutRefWorker) else {}
+        role_argument = {"role": str(role)} if issubclass(cls, Worker) and cls.takes_role else {}
         members = pool_members.setdefault(pools.mapping[role], {})
         members[str(role)] = ClassWithInitArgs(cls, config=config, **role_argument)
     if not is_local:

@@ -357,7 +357,7 @@ def test_the_trainer_is_usable_from_python(task: Task, tmp_path: Path) -> None:
     from hone.controller import LocalWorkerGroup, ResourcePoolManager, Role
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.trainer import PPOTrainer
-    from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+    from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 
     pools = ResourcePoolManager({"mine": [1]}, {Role.ActorRollout: "mine"})
     trainer = PPOTrainer(

@@ -12,13 +12,14 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
-from hone.agents.collate import add_verl_columns, collate_outputs, loop_metrics
+from hone.agents.collate import DERIVED_COLUMNS, LOOP_SCORE_COLUMN, collate_outputs, loop_metrics
 from hone.agents.contract import default_sampling, validation_sampling
 from hone.agents.joining import join_ranks
+from hone.columns import write
 from hone.config.block import Block
 from hone.controller import Dispatch, Worker, register
 from hone.controller.contract import DEFAULT_MESH, ArgumentsPerRank, Batch, WorkerGroupLike
@@ -78,6 +79,15 @@ def _prompt_ids(rows: DataProto) -> list[list[int]] | None:
     return None
 
 
+def add_verl_columns(batch: DataProto) -> DataProto:
+    """Adds columns that code written for verl reads: `input_ids`, `position_ids`, `rm_scores`."""
+    for name, compute in DERIVED_COLUMNS.items():
+        write(batch, name, compute(batch))
+    if batch.has_column(LOOP_SCORE_COLUMN):
+        write(batch, "rm_scores", batch.column(LOOP_SCORE_COLUMN))
+    return batch
+
+
 def _delegate(member: str, method: Function) -> Function:
     """Returns a method that calls `method` of the member with this name."""
 
@@ -90,6 +100,8 @@ def _delegate(member: str, method: Function) -> Function:
 
 class ActorRolloutRefWorker(Worker):
     """A worker whose `role` is `actor_rollout`, `actor_rollout_ref` (with a reference) or `ref`."""
+
+    takes_role: ClassVar[bool] = True
 
     def __init__(self, config: Block, role: str = "actor_rollout_ref") -> None:
         super().__init__()

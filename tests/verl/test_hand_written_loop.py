@@ -14,8 +14,8 @@ from hone.config import load_config
 from hone.controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, WorkerGroup
 from hone.models.load import load_tokenizer
 from hone.protocol import DataProto
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 from hone.verl.ray_trainer import apply_kl_penalty, compute_advantage
-from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
 from hone.workers.critic import CriticWorker
 from tests.trainer.runs import Task, make_task
 

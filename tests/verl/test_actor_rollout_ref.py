@@ -7,6 +7,7 @@ import torch
 import torch.multiprocessing as mp
 from transformers import AutoModelForCausalLM
 
+from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
 from hone.agents.joining import join_ranks
 from hone.agents.runner import AgentLoopFailed
@@ -15,8 +16,8 @@ from hone.controller.decorator import method_spec
 from hone.controller.worker import Placement, free_port
 from hone.engine import offload
 from hone.protocol import DataProto
-from hone.workers import actor_rollout_ref
-from hone.workers.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl import actor_rollout_ref
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker, add_verl_columns
 from tests.workers.ranks import TWO_RANK_RUNS, metrics_of, run_rank, run_steps, weights
 from tests.workers.tasks import RESPONSE, config_of, prompts, with_advantages, write_model
 
@@ -306,3 +307,14 @@ def test_two_ranks_compute_the_steps_of_one(model, tmp_path):
         for n, x in expected["weights"].items():
             torch.testing.assert_close(first["weights"][n], x, rtol=1e-4, atol=1e-5)
         AutoModelForCausalLM.from_pretrained(tmp_path / name / "huggingface")
+
+
+def test_loops_written_for_verl_find_ids_positions_and_the_loops_score() -> None:
+    batch = collate_outputs(
+        [AgentLoopOutput([10], [20, 21], [1, 1], reward_score=0.5)], pad_token_id=99
+    )
+    assert not {"input_ids", "position_ids", "rm_scores"} & set(batch.column_names())
+    columns = add_verl_columns(batch).batch
+    assert columns["input_ids"].tolist() == [[10, 20, 21]]
+    assert columns["position_ids"].tolist() == [[0, 1, 2]]
+    assert columns["rm_scores"].tolist() == [[0.0, 0.5]]
