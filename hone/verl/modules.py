@@ -30,7 +30,7 @@ WHOLE_MODULES: dict[str, str] = {
     **_same_names("hone.workers.reward_manager", _MANAGERS, "batch prime dapo blank registry"),
     "hone.workers.reward_manager.abstract": f"{_MANAGERS}.rule",
     "hone.workers.reward_manager.naive": f"{_MANAGERS}.rule",
-    "hone.trainer.ppo.reward": "hone.rewards.loading",
+    "hone.trainer.ppo.reward": "hone.verl.reward",
     "hone.trainer.ppo.rollout_corr_helper": "hone.verl.rollout_correction",
     "hone.algorithms.core_algos": "hone.verl.core_algos",
     "hone.single_controller.base.worker": f"{_CONTROLLER}.worker",

@@ -70,15 +70,20 @@ _PROFILER_NAMES = _map(
 }
 _LOGGERS = _map("hone.verl.profiler", "LocalLogger log_with_rank print_rank_0 print_with_rank")
 _REWARD_LOOP_NAMES = {
-    **_map(_REWARD_LOOP, "AsyncTokenBucket RewardManagerBase get_reward_manager_cls"),
-    "get_reward_loop_manager_cls": f"{_REWARD_LOOP}:get_reward_manager_cls",
+    **_map(_REWARD_LOOP, "AsyncTokenBucket RewardManagerBase"),
+    **_map("hone.verl.reward_loop", "get_reward_manager_cls"),
+    "get_reward_loop_manager_cls": "hone.verl.reward_loop:get_reward_manager_cls",
     "RewardLoopManagerBase": f"{_REWARD_LOOP}:RewardManagerBase",
     **_map(_TRAINER_FUNCTIONS, "migrate_legacy_reward_impl"),
     "RawRewardFn": "hone.types:Function",
     **_map(f"{_MANAGERS}.registry", "register"),
     **{
-        f"{kind}{ending}": f"{_REWARD_LOOP}:{kind}RewardManager"
-        for kind in ("Naive", "DAPO", "RateLimited")
+        f"{kind}{ending}": f"{module}:{kind}RewardManager"
+        for kind, module in (
+            ("Naive", "hone.verl.reward_loop"),
+            ("DAPO", "hone.verl.reward_loop"),
+            ("RateLimited", _REWARD_LOOP),
+        )
         for ending in ("RewardManager", "RewardLoopManager")
     },
 }

@@ -305,7 +305,7 @@ def _until(condition: Any, what: str) -> None:
 def test_verls_reward_task_scores_in_another_process() -> None:
     import ray
 
-    from hone.rewards.loading import compute_reward_async
+    from hone.verl.reward import compute_reward_async
 
     def reward_fn(data: DataProto, return_dict: bool) -> dict[str, Any]:
         assert return_dict

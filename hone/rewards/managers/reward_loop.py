@@ -1,4 +1,4 @@
-"""Reward managers with the interface of verl's reward loop: `run_single` scores one trajectory."""
+"""Reward managers whose method `run_single` scores one trajectory, as in verl's reward loop."""
 
 from __future__ import annotations
 
@@ -13,13 +13,10 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from hone.config.reward import OverlongBufferConfig
 from hone.event_loop import run_coroutine
 from hone.protocol import DataProto
 from hone.rewards.async_scorer import await_scorer, is_async
 from hone.rewards.failures import Failed, RewardError, Scored, SetupError, WrongSetting
-from hone.rewards.managers import registry
-from hone.rewards.managers.dapo import overlong_penalty
 from hone.rewards.managers.rule import (
     AbstractRewardManager,
     extra_columns,
@@ -88,7 +85,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
 
     async def _run_one(self, data: DataProto) -> Fields:
         """Calls `run_single`, and applies the failure policy of `reward_kwargs`, by default `raise`."""
-        reward_kwargs = _reward_kwargs(self.config)
+        reward_kwargs = reward_kwargs_of(self.config)
         try:
             result = await self.run_single(data)
             outcome = read_result(result["reward_score"])
@@ -102,7 +99,7 @@ class RewardManagerBase(AbstractRewardManager, ABC):
         if reward_kwargs.get("on_failure", "raise") != "score":
             raise error
         self._count_failure(outcome)
-        return _result_dict(reward_kwargs["failure_score"], {"reward_failure": outcome.reason})
+        return result_dict(reward_kwargs["failure_score"], {"reward_failure": outcome.reason})
 
     def _count_failure(self, failed: Failed) -> None:
         """Counts a failure, and logs the first failure of each reason."""
@@ -133,31 +130,6 @@ class RewardManagerBase(AbstractRewardManager, ABC):
             raise RewardError(f"the score function's result is invalid: {outcome.detail}")
         extra_info = dict(result) if isinstance(result, Mapping) else {"acc": outcome.score}
         return outcome.score, extra_info, len(ids[0])
-
-
-class NaiveRewardManager(RewardManagerBase):
-    """Calls the score function once per trajectory."""
-
-    async def run_single(self, data: DataProto) -> Fields:
-        score, extra_info, _ = await self._score(data)
-        return _result_dict(score, extra_info)
-
-
-class DAPORewardManager(RewardManagerBase):
-    """`NaiveRewardManager` with DAPO's penalty for responses close to the length limit."""
-
-    async def run_single(self, data: DataProto) -> Fields:
-        reward, extra_info, length = await self._score(data)
-        settings = _reward_kwargs(self.config)
-        buffer = settings.get("overlong_buffer_cfg") or {}
-        buffer = OverlongBufferConfig(**buffer) if isinstance(buffer, dict) else buffer
-        max_resp_len = settings.get("max_resp_len") or self.config["data"]["max_response_length"]
-        if buffer.enable:
-            penalty = overlong_penalty(length, max_resp_len, buffer.len, buffer.penalty_factor)
-            reward += penalty
-            if buffer.log:
-                extra_info |= {"overlong_reward": penalty, "overlong": penalty < 0}
-        return _result_dict(reward, extra_info)
 
 
 class AsyncTokenBucket:
@@ -236,7 +208,7 @@ class RateLimitedRewardManager(RewardManagerBase):
 
     def __init__(self, config: Settings, *args: Any, **kwargs: Any) -> None:
         super().__init__(config, *args, **kwargs)
-        extra_settings = _reward_kwargs(config).get("extra") or {}
+        extra_settings = reward_kwargs_of(config).get("extra") or {}
         known_names = (*_LIMITS, "timeout")
         unknown_names = [name for name in extra_settings if name not in known_names]
         if unknown_names and type(self) is RateLimitedRewardManager:  # a subclass may have others
@@ -251,11 +223,11 @@ class RateLimitedRewardManager(RewardManagerBase):
         async with self.limits.slot():
             try:
                 score, extra_info, _ = await asyncio.wait_for(self._score(data), self.timeout)
-                return _result_dict(score, extra_info)
+                return result_dict(score, extra_info)
             except SetupError:
                 raise
             except Exception as error:  # a user's score function may raise anything
-                reward_kwargs = _reward_kwargs(self.config)
+                reward_kwargs = reward_kwargs_of(self.config)
                 if reward_kwargs.get("on_failure") == "raise":
                     raise
                 is_late = isinstance(error, asyncio.TimeoutError)
@@ -263,10 +235,11 @@ class RateLimitedRewardManager(RewardManagerBase):
                 self._count_failure(Failed(reason, error_text(error)))
                 extra_info = {"timeout": True} if is_late else {"error": str(error)}
                 failure_score = reward_kwargs.get("failure_score", 0.0)
-                return _result_dict(failure_score, {**extra_info, "acc": 0.0})
+                return result_dict(failure_score, {**extra_info, "acc": 0.0})
 
 
-def _result_dict(score: float, extra_info: Fields) -> Fields:
+def result_dict(score: float, extra_info: Fields) -> Fields:
+    """Returns the result of `run_single`."""
     return {"reward_score": score, "reward_extra_info": extra_info}
 
 
@@ -276,15 +249,6 @@ def _reward_block(config: Settings) -> Settings:
     return block
 
 
-def _reward_kwargs(config: Settings) -> Settings:
+def reward_kwargs_of(config: Settings) -> Settings:
+    """Returns the settings `reward_kwargs` of the reward block."""
     return _reward_block(config).get("reward_kwargs") or {}
-
-
-def get_reward_manager_cls(name: str) -> type[AbstractRewardManager]:
-    """Returns a manager class by name; the classes of this file replace those of the registry."""
-    managers: dict[str, type[AbstractRewardManager]] = {
-        "naive": NaiveRewardManager,
-        "dapo": DAPORewardManager,
-        "rate_limited": RateLimitedRewardManager,
-    }
-    return managers.get(name) or registry.get_reward_manager_cls(name)
