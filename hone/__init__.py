@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hone.api import LLM, Response, Trained, evaluate, sft, train
+    from hone.config.dialect import Dialect
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hone.rewards.judge import Judge
 
@@ -51,6 +52,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+def program_dialect() -> Dialect:
+    """Returns the dialect that hone's programs give to `compose`: verl's."""
+    from hone.verl.dialect import VERL
+
+    return VERL
 
 
 def _initialize() -> None:

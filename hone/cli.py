@@ -288,6 +288,7 @@ def _model_get(options: Options, extra_arguments: list[str]) -> None:
 
 
 def _config_show(options: Options, extra_arguments: list[str]) -> None:
+    from hone import program_dialect
     from hone.config import compose
     from hone.config.document import format_with_origins
     from hone.trainer.command_line import check_plan
@@ -298,6 +299,7 @@ def _config_show(options: Options, extra_arguments: list[str]) -> None:
         config_path=options.config_path,
         schema=options.tree,
         extra_checks=check_plan,
+        dialect=program_dialect(),
     )
     print_text(format_with_origins(composed, options.only_set))
 
@@ -309,12 +311,13 @@ def _config_explain(options: Options, extra_arguments: list[str]) -> None:
 
 
 def _config_check(options: Options, extra_arguments: list[str]) -> int:
+    from hone import program_dialect
     from hone.config.document import check
     from hone.trainer.command_line import check_plan
 
     exit_code = 0
     for file in options.files:
-        status, text = check(file, check_plan)
+        status, text = check(file, check_plan, program_dialect())
         exit_code = max(exit_code, status)
         print_text(text)
     return exit_code

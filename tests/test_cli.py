@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hone import cli
-from hone.trainer import command_line
+from hone.trainer import command_line, config_notes
 
 VERBS = (
     *("train", "sft", "generate", "eval", "export", "config", "data", "model"),
@@ -184,7 +184,7 @@ def test_keys_without_effect_are_listed_once_at_start(capsys: pytest.CaptureFixt
     composed = command_line.compose_arguments(
         ["data.pad_mode=right"], schema="sft_trainer", program="hone sft"
     )
-    command_line.print_config_notes(composed)
+    config_notes.print_config_notes(composed)
     screen.cache_clear()
     assert capsys.readouterr().out.count("data.pad_mode=right") == 1
 

@@ -39,17 +39,16 @@ from hone.data.rows import BadRowPolicy, DataError
 from hone.tracking import RunFolder, read_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
 from hone.trainer.command_line import (
-    STARTING_VALUES_ORIGIN,
     check_output_folder,
     check_plan,
-    print_config_notes,
 )
+from hone.trainer.config_notes import STARTING_VALUES_ORIGIN, print_config_notes
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
 from hone.trainer.interrupt import Interrupted
 from hone.trainer.ranks import launch, must_launch
 from hone.trainer.starting_values import starting_values
-from hone.types import Function, Row
+from hone.types import Function, JsonObject, Row
 
 Model: TypeAlias = Union[PathOrName, "Trained", LLM]
 """A folder, a hub name, a checkpoint, an `LLM`, or the result of `train` or `sft`."""
@@ -339,7 +338,7 @@ def _set_sft_files(
     call_settings.set({f"data.{split}_files": files})
 
 
-def _batch_size_settings(values: Values) -> list[Setting]:
+def _batch_size_settings(values: JsonObject) -> list[Setting]:
     """Returns a batch size of all rows if there are fewer rows than the default batch size."""
     key = "data.train_batch_size"
     num_rows = len(as_rows(values["data.train_files"]))  # type: ignore[arg-type]

@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import TypeAlias, Union
 
+from hone import program_dialect
 from hone.config import ComposedConfig, ConfigError
-from hone.config.apply import ExtraChecks, compose_settings
+from hone.config.apply import ExtraChecks, StartingValues, compose_settings
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config, read_file
 from hone.config.states import translate
@@ -127,7 +128,7 @@ class CallSettings:
 
     def compose(
         self,
-        starting_settings: Callable[[Values], list[Setting]] = lambda values: [],
+        starting_settings: StartingValues | None = None,
         extra_checks: ExtraChecks | None = None,
     ) -> ComposedConfig:
         """Returns the checked config.
@@ -135,5 +136,10 @@ class CallSettings:
         `starting_settings` maps the values of the call to settings of other keys. These settings have the
         lowest priority, and are used only if the call has no YAML file.
         """
-        defaults = starting_settings(self.values()) if self._config is None else []
-        return compose_settings(TREES[self.schema], [*defaults, *self._settings], extra_checks)
+        return compose_settings(
+            TREES[self.schema],
+            self._settings,
+            extra_checks,
+            dialect=program_dialect(),
+            starting_values=starting_settings if self._config is None else None,
+        )

@@ -5,18 +5,17 @@ Precedence, lowest first: schema, files in the order of their defaults list, com
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
-from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
+from hone.config.apply import ComposedConfig, ExtraChecks, StartingValues, compose_settings
 from hone.config.convert import Config
 from hone.config.convert import to_plain as config_to_dict
+from hone.config.dialect import OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
-from hone.config.sources import BUILT_IN_TREES, Setting, read_config
-from hone.config.states import translate
+from hone.config.sources import BUILT_IN_TREES, read_config
 from hone.config.trees import TREES, PPOTrainerConfig
-from hone.types import JsonObject
 
 __all__ = [
     "ComposedConfig",
@@ -36,14 +35,15 @@ def compose(
     config_path: str | Path | None = None,
     config_dir: str | Path | None = None,
     schema: str | None = None,
-    starting_values: Callable[[JsonObject], list[Setting]] | None = None,
+    starting_values: StartingValues | None = None,
     extra_checks: ExtraChecks | None = None,
+    dialect: Dialect = OWN_KEYS,
 ) -> ComposedConfig:
     """Resolves a configuration and records the origin of each value.
 
     `config_path` and `config_dir` are folders of the user's YAML files. `schema` is the name of the tree; by
     default, the file names its tree. `starting_values` takes the values that were set, by dotted key, and
-    returns settings of lower precedence.
+    returns settings of lower precedence. `dialect` is the meaning of commands of another framework.
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
@@ -53,10 +53,9 @@ def compose(
             f"config '{name}' is for {TREES[tree_name].purpose}; this program reads {schema}"
         )
     tree = TREES[schema or tree_name or BUILT_IN_TREES.get(name, "ppo_trainer")]
-    if starting_values is not None:
-        values = {s.key: s.value for s in translate(settings, [], tree.name)}
-        settings = [*starting_values(values), *settings]
-    return compose_settings(tree, settings, extra_checks)
+    return compose_settings(
+        tree, settings, extra_checks, dialect=dialect, starting_values=starting_values
+    )
 
 
 def load_config(

@@ -16,6 +16,7 @@ from hone.config.engine import (
     ULYSSES_SIZE_KEY,
     FSDPConfig,
     LogProbConfig,
+    LossAggMode,
     MegatronConfig,
     OptimConfig,
     ProfilerConfig,
@@ -35,6 +36,9 @@ class PolicyLossConfig(SchemaBlock):
 
     loss_mode: str = "vanilla"
     """Name of the loss, or `pkg.mod:function` for a custom one."""
+    agg_mode: LossAggMode | None = None
+    """Aggregation of the policy loss; null is `actor.loss_agg_mode`, which the entropy and the KL loss always
+    use."""
     clip_cov_ratio: Fraction = 2e-4
     """clip_cov: share of tokens whose gradient is dropped."""
     clip_cov_lb: float = 1.0
@@ -90,6 +94,11 @@ class ActorConfig(UpdateConfig):
     ulysses_sequence_parallel_size: Count = follows(f".{ULYSSES_SIZE_KEY}")
     """Ranks that split each sequence in updates and log-prob passes; their number multiplies the token
     budgets."""
+
+    @property
+    def policy_loss_agg_mode(self) -> LossAggMode:
+        """The aggregation of the policy loss."""
+        return self.policy_loss.agg_mode or self.loss_agg_mode
 
     @property
     def global_batch_info(self) -> Settings:

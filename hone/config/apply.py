@@ -25,6 +25,7 @@ from hone.config.convert import (
     show_value,
     to_plain,
 )
+from hone.config.dialect import DEFAULT_OF, OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
 from hone.config.sources import COMMAND_LINE, GROUPS, NAME_DOT, Setting
@@ -41,6 +42,8 @@ _SUGGESTED_KEY = re.compile(r"(\S+) has no key .* Did you mean '([^']+)'")
 
 ExtraChecks = Callable[[Config, dict[str, str]], tuple[list[str], list[str]]]
 """Takes a config and the origins of the keys that were set, and returns problems and notes."""
+StartingValues = Callable[[JsonObject], list[Setting]]
+"""Takes the values that were set, by dotted key, and returns settings of lower precedence."""
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,30 @@ class ComposedConfig:
     origins: dict[str, str]
     notes: tuple[str, ...] = ()
     """One line per topic about keys whose value is ignored or replaced in this run."""
+    tree_line: str = ""
+    """The line that names the tree that the command was written for."""
 
 
 def compose_settings(
-    tree: Tree, settings: Sequence[Setting], extra_checks: ExtraChecks | None = None
+    tree: Tree,
+    settings: Sequence[Setting],
+    extra_checks: ExtraChecks | None = None,
+    *,
+    dialect: Dialect = OWN_KEYS,
+    starting_values: StartingValues | None = None,
 ) -> ComposedConfig:
-    """Applies settings to the defaults of a tree and checks the config."""
+    """Applies settings to the defaults of a tree and checks the config.
+
+    `starting_values` takes the values that were set, by dotted key, and returns settings of lower precedence.
+    """
     composition = _Composition(tree)
+    reading = dialect.read(settings, tree.name, has_starting_values=starting_values is not None)
+    composition.problems += reading.problems
+    settings = reading.settings
+    if starting_values is not None:
+        values = {s.key: s.value for s in translate(settings, [], tree.name)}
+        settings = [*starting_values(values), *settings]
+    settings = [*reading.defaults, *settings]
     settings_without_field = composition.write_settings(settings)
     try:
         composition.values = keys.resolve(composition.values)
@@ -80,7 +100,7 @@ def compose_settings(
     if composition.problems:
         raise ConfigError(list(dict.fromkeys(composition.problems)))
     lines = (*lines_per_sentence(composition.notes), *dict.fromkeys(extra_notes))
-    return ComposedConfig(config, composition.origins, lines)
+    return ComposedConfig(config, composition.origins, lines, reading.line)
 
 
 class _Composition:
@@ -295,12 +315,14 @@ def _defaults(root: type) -> dict[str, Value]:
 
 
 def _requested_keys(config: Config, origins: Mapping[str, str]) -> dict[str, str]:
-    """Returns the keys that were set and their origins; a key from a file counts only if its value is not
-    the default, because the saved config of a run contains every default."""
+    """Returns the keys that the user set, and their origins; a key from a file counts only if its value is
+    not the default, because the saved config of a run contains every default."""
     root: type = type(config)
     values = {key: to_plain(get(config, key)) for key in leaves(root)}
     requested: dict[str, str] = {}
     for key, origin in origins.items():
+        if origin.startswith(DEFAULT_OF):
+            continue
         leaf = leaves(root).get(owner_of(root, key) or "")
         is_changed = leaf and values[leaf.key] != keys.resolve_default(leaf.default, values)
         if leaf and (is_changed or origin.startswith(COMMAND_LINE)):

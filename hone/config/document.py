@@ -15,6 +15,7 @@ from pathlib import Path
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
+from hone.config.dialect import OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
 from hone.config.keys import blocks, get, keys_matching, leaves
 from hone.config.sources import BUILT_IN_TREES, read_config
@@ -84,6 +85,8 @@ def format_with_origins(composed: ComposedConfig, only_set: bool = False) -> str
         default_origin = f"follows {leaf.followed_key}" if leaf.followed_key else "default"
         lines.append(f"{text:<52}  # {origin or default_origin}")
     heading = ["", "# set, but without effect here:"] if composed.notes else []
+    if composed.tree_line:
+        lines = [f"# {composed.tree_line}", *lines]
     return "\n".join([*lines, *heading, *(f"#   {note}" for note in composed.notes)]) + "\n"
 
 
@@ -164,7 +167,9 @@ def _explain_in_tree(key: str, tree: Tree) -> str | None:
     return "\n".join(lines) + "\n"
 
 
-def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[int, str]:
+def check(
+    path: str | Path, extra_checks: ExtraChecks | None = None, dialect: Dialect = OWN_KEYS
+) -> tuple[int, str]:
     """Composes a YAML file and returns (0, a summary with notes) or (1, every problem)."""
     file = Path(path).expanduser()
 
@@ -182,7 +187,7 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
             return 1, f"there is no file {file}\n"
         # If the file names no tree, use the tree with most of the keys; in a tie, `ppo_trainer`.
         tree = TREES[schema] if schema in TREES else max(TREES.values(), key=num_known_keys)
-        composed = compose_settings(tree, settings, extra_checks)
+        composed = compose_settings(tree, settings, extra_checks, dialect=dialect)
     except ConfigError as error:
         lines = [
             f"{file}: {len(error.problems)} problem(s)",
@@ -190,7 +195,7 @@ def check(path: str | Path, extra_checks: ExtraChecks | None = None) -> tuple[in
         ]
         return 1, "\n".join(lines) + "\n"
     lines = [f"{file}: fine, a {tree.name} config that sets {len(composed.origins)} keys"]
-    lines += [f"- {note}" for note in composed.notes]
+    lines += [f"- {note}" for note in (composed.tree_line, *composed.notes) if note]
     return 0, "\n".join(lines) + "\n"
 
 

@@ -17,10 +17,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from traceback import format_exception
 
+from hone import program_dialect
 from hone.config import ComposedConfig, compose
 from hone.config.apply import ExtraChecks
 from hone.config.block import Block
-from hone.config.convert import show_value
 from hone.config.errors import ConfigError
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves, suggested_keys
@@ -31,6 +31,7 @@ from hone.suggestions import did_you_mean, nearest
 from hone.tracking import RunFolder
 from hone.tracking.atomic import storage_error_message
 from hone.tracking.lock import FolderLock, lock_folder
+from hone.trainer.config_notes import print_config_notes
 from hone.trainer.interrupt import (
     SIGNAL_NAMES,
     Interrupted,
@@ -44,8 +45,6 @@ from hone.trainer.ranks import Ranks, die_with_launcher, launch, must_launch
 from hone.types import Settings
 
 USER_ERROR_EXIT_CODE = 2
-STARTING_VALUES_ORIGIN = "hone train"
-"""The origin label of values from starting_values.py."""
 ERROR_LOG = "error.log"
 DRY_RUN = "--dry-run"
 _last_composed: ComposedConfig | None = None
@@ -112,6 +111,7 @@ def compose_arguments(
         schema=schema,
         starting_values=starting_values if options.config_name in (None, "", schema) else None,
         extra_checks=extra_checks,
+        dialect=program_dialect(),
     )
     if options.cfg or options.info:
         from hone.config.document import as_yaml, format_with_origins
@@ -200,25 +200,6 @@ def check_plan(config: Block, origins: Mapping[str, str]) -> tuple[list[str], li
     from hone.trainer.ppo.plan import find_problems_and_notes
 
     return find_problems_and_notes(config, origins)
-
-
-def print_config_notes(composed: ComposedConfig) -> None:
-    """Prints the starting values that `hone train` chose, and notes about the user's keys without effect."""
-    from hone.tracking.console import screen
-
-    keys = [key for key, origin in composed.origins.items() if origin == STARTING_VALUES_ORIGIN]
-    settings = [f"{key}={show_value(get(composed.config, key))}" for key in keys]
-    if settings:
-        screen().line(
-            "starting values for this data, model and device (set a key to change its value):"
-        )
-        half = (len(settings) + 1) // 2
-        for settings_of_line in filter(None, (settings[:half], settings[half:])):
-            screen().line("  " + " ".join(settings_of_line))
-    if composed.notes:
-        screen().line("set, but without effect here:")
-        for note in composed.notes:
-            screen().line(f"  {note}")
 
 
 def require_keys(composed: ComposedConfig, keys: Mapping[str, str]) -> None:

@@ -20,10 +20,10 @@ from hone.trainer.command_line import (
     check_output_folder,
     compose_arguments,
     path_override,
-    print_config_notes,
     require_keys,
     run_module,
 )
+from hone.trainer.config_notes import print_config_notes
 from hone.types import Function
 
 if TYPE_CHECKING:

@@ -16,10 +16,10 @@ from hone.trainer.command_line import (
     check_plan,
     compose_arguments,
     lock_run_folder,
-    print_config_notes,
     require_keys,
     run_module,
 )
+from hone.trainer.config_notes import print_config_notes
 from hone.trainer.interrupt import runs_command_line_program
 from hone.types import Function
 

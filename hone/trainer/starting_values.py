@@ -14,7 +14,7 @@ from hone.algorithms.advantages import estimator_group_use
 from hone.config.sources import Setting
 from hone.models.facts import model_facts
 from hone.plugins import PluginError
-from hone.trainer.command_line import STARTING_VALUES_ORIGIN
+from hone.trainer.config_notes import STARTING_VALUES_ORIGIN
 from hone.trainer.threads import uses_gpu
 from hone.types import JsonValue, Settings
 

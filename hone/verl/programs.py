@@ -20,7 +20,7 @@ PROGRAMS: dict[str, str] = {
             f"{name}:'hone.rewards.scores.qa_em_format:score_details'"
             for name in _SEARCH_DATA_SOURCES
         )
-        + "}"
+        + "} hone.tree=search_r1"
     ),
     "hone.search_r1.search.retrieval_server": "hone.retrieval.serve",
     "hone.model_merger.__main__": "hone.verl.model_merger",

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from torch import Tensor
 
+from hone import program_dialect
 from hone.algorithms import advantages
 from hone.algorithms.kl import FixedKLController
 from hone.columns import REWARD_PREFIX, require
@@ -173,4 +174,4 @@ def compose_config(config: PPOTrainerConfig | Settings) -> ComposedConfig:
     if isinstance(config, PPOTrainerConfig):
         return ComposedConfig(config, {})
     settings = list(flatten(plain_containers(config), "", "the given config"))
-    return compose_settings(TREES["ppo_trainer"], settings)
+    return compose_settings(TREES["ppo_trainer"], settings, dialect=program_dialect())

@@ -223,7 +223,7 @@ class PolicyObjective:
         if isinstance(self._loss, PolicyLoss):
             tokens = self._loss.tokens(inputs, config, is_weights, **arguments)
             losses, metrics = self._loss.per_token(tokens)
-            loss, means = self._loss.reduce(tokens, losses, metrics, config.loss_agg_mode)
+            loss, means = self._loss.reduce(tokens, losses, metrics, config.policy_loss_agg_mode)
         else:
             loss, means = call_custom_loss(self._loss, inputs, config, is_weights, arguments)
         sums = {"actor/pg_loss": loss.detach()}

@@ -12,7 +12,7 @@ import pytest
 from hone.config import load_config
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking import read_metrics
-from hone.trainer.main_ppo import run
+from hone.trainer.main_ppo import main, run
 from hone.trainer.ppo.trainer import PPOTrainer
 from tests.retrieval.passages import Retriever
 
@@ -108,10 +108,12 @@ def test_a_script_of_search_r1_trains_as_written(script: str, task: Path, tmp_pa
         words = [*program[1:], *words]
     with Retriever(tmp_path) as retriever:
         out = tmp_path / "run"
-        run(load_config([*words, *SIZES, *paths(task, out, retriever.url)]))
+        main([*words, *SIZES, *paths(task, out, retriever.url)])
         assert retriever.answered() > 0
     lines = steps(out)
     assert len(lines) == 2
+    kl = "actor/reward_kl_penalty" if "ppo" in script else "actor/kl_loss"
+    assert all(kl in line for line in lines)
     assert sum(line["env/number_of_valid_search"] for line in lines) > 0
     assert sum(line["env/retrieval_failures"] for line in lines) == 0
 

@@ -13,7 +13,7 @@ from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.console import screen
 from hone.trainer import main_ppo
-from hone.trainer.command_line import STARTING_VALUES_ORIGIN, print_config_notes
+from hone.trainer.config_notes import STARTING_VALUES_ORIGIN, print_config_notes
 from hone.trainer.starting_values import LEARNING_RATES, starting_values
 
 

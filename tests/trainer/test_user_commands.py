@@ -38,8 +38,9 @@ PURE = {
     "strict min-form": [*BOTH, "reward_model.credit_assignment='strict min-form'"],
 }
 """The commands of document 000: three modes with the recommended temperature, and the two other forms of
-credit. Its estimator is RLOO with whitened advantages, its KL a loss or a fixed weight in the reward."""
+credit. Its estimator is RLOO with whitened advantages."""
 PURE_SETTINGS = [
+    "data.prompt_key=prompt",  # the rows of these tests are in verl's schema
     "algorithm.adv_estimator=rloo",
     "algorithm.adv_norm=True",
     "actor_rollout_ref.actor.clip_ratio=0.2",
@@ -47,15 +48,15 @@ PURE_SETTINGS = [
     "actor_rollout_ref.actor.ppo_epochs=1",
     "actor_rollout_ref.rollout.n=2",
 ]
+_NO_KL = ["algorithm.use_kl_in_reward=False"]
 PURE_KL = {
     "PURE-VR": ["actor_rollout_ref.actor.use_kl_loss=True"],
-    "PURE-PRM+VR": [
-        "algorithm.use_kl_in_reward=True",
-        "algorithm.kl_ctrl.type=fixed",
-        "algorithm.kl_ctrl.kl_coef=0.001",
-        "algorithm.kl_penalty=low_var_kl",
-    ],
+    "PURE-PRM+VR": [],
+    "PURE-PRM": _NO_KL,
+    "gamma-decay": _NO_KL,
+    "strict min-form": _NO_KL,
 }
+"""PURE itself puts the KL into the reward, unless the loss has it; without it, returns are sums of scores."""
 
 COMMANDS: dict[str, list[str]] = {
     "grpo": [
@@ -269,14 +270,17 @@ def test_a_command_trains(name: str, places: dict[str, Path], tmp_path: Path) ->
     needs_critic = name.startswith("ppo")
     assert all(("critic/vf_loss" in line) == needs_critic for line in run.steps)
     assert [line["training/global_step"] for line in run.steps] == [1, 2]
+    if name == "ppo of TinyZero":
+        assert all("actor/reward_kl_penalty" in line for line in run.steps)
 
 
 @pytest.mark.parametrize("mode", sorted(PURE))
 def test_a_mode_of_pure_trains(mode: str, places: dict[str, Path], tmp_path: Path) -> None:
-    command = [*PURE_SETTINGS, *PURE[mode], *PURE_KL.get(mode, ())]
+    command = [*PURE_SETTINGS, *PURE[mode], *PURE_KL[mode]]
     judge = [f"reward_model.model.path={places['steps']}"] if mode != "PURE-VR" else []
     run = run_command(command, places, tmp_path, *judge)
     line = run.steps[-1]
+    assert ("actor/reward_kl_penalty" in line) == (mode == "PURE-PRM+VR")
     rows = run.rollouts(2)
     assert ("reward/process" in rows[0]) == (mode != "PURE-VR")
     assert ("num_of_steps/mean" in line) == (mode != "PURE-VR")

@@ -82,6 +82,22 @@ def test_an_update_raises_log_probs_with_positive_advantage_and_names_metrics_by
     assert actor.version() == 1
 
 
+def test_the_policy_loss_may_have_an_aggregation_of_its_own(model):
+    actor_key = "actor_rollout_ref.actor"
+
+    def policy_loss(*modes):
+        overrides = [f"{actor_key}.{mode}" for mode in modes]
+        batch = policy_batch()
+        batch.batch["response_mask"][0, 1:] = 0  # rows of different lengths: the means differ
+        actor = make_worker(ActorWorker, config_of(model, *overrides))
+        return actor.update_actor(batch).meta_info["metrics"]["actor/pg_loss"]
+
+    by_token = policy_loss("loss_agg_mode=token-mean")
+    by_sequence = policy_loss("loss_agg_mode=seq-mean-token-mean")
+    own = policy_loss("loss_agg_mode=token-mean", "policy_loss.agg_mode=seq-mean-token-mean")
+    assert own == by_sequence != by_token
+
+
 def test_sum_of_squares_is_computed_on_request_only(config):
     actor = make_worker(ActorWorker, config)
     assert "sum_pi_squared" not in actor.compute_log_prob(policy_batch()).column_names()

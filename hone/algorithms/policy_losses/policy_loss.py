@@ -351,9 +351,8 @@ def call_custom_loss(
     argument, because it would train something else.
     """
     name = getattr(function, "__name__", type(function).__name__)
-    keywords = dict(
-        zip(LOSS_ARGUMENTS, (*inputs, config.loss_agg_mode, config, weights), strict=True)
-    )
+    values_of_call = (*inputs, config.policy_loss_agg_mode, config, weights)
+    keywords = dict(zip(LOSS_ARGUMENTS, values_of_call, strict=True))
     parameters = inspect.signature(function).parameters
     if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
         keywords = {keyword: v for keyword, v in keywords.items() if keyword in parameters}
