@@ -230,8 +230,12 @@ def _defaults_of_command(tree: CommandTree, values: JsonObject) -> JsonObject:
 
 def _found_marks(settings: Sequence[Setting], *, with_adopted: bool) -> Iterator[Mark]:
     """Yields the marks of a command, without `hone.tree`."""
+    # The saved config of a run has every key of hone.
+    newer_files = {s.origin for s in settings if s.key == "algorithm.use_kl_in_reward"}
+    newer_files -= {COMMAND_LINE}
     for setting in settings:
-        for mark in (*KEY_MARKS, *(ADOPTED_KEY_MARKS if with_adopted else ())):
+        is_adopted_mark = with_adopted and setting.origin not in newer_files
+        for mark in (*KEY_MARKS, *(ADOPTED_KEY_MARKS if is_adopted_mark else ())):
             if mark.matches(setting):
                 plus = "+" if mark.added else ""
                 value = f"={setting.value}" if mark.values else ""
@@ -239,7 +243,7 @@ def _found_marks(settings: Sequence[Setting], *, with_adopted: bool) -> Iterator
     for file in dict.fromkeys(setting.origin for setting in settings):
         keys = {setting.key for setting in settings if setting.origin == file}
         is_whole = keys.issuperset(_KEYS_OF_A_WHOLE_FILE) and file != COMMAND_LINE
-        if is_whole and "algorithm.use_kl_in_reward" not in keys:
+        if is_whole and file not in newer_files:
             yield f"the file {file}", (_OLDEST, "tinyzero", "search_r1", "pure")
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from hone import program_dialect
-from hone.config import ComposedConfig, ConfigError, compose
+from hone.config import ComposedConfig, ConfigError, compose, config_to_dict
 from hone.config.convert import to_plain
 from hone.config.keys import get, leaves
 from hone.config.states import matches_pattern, new_name
@@ -124,6 +125,14 @@ def test_a_whole_file_of_an_old_tree_is_a_mark(tmp_path: Path) -> None:
     assert "named by the file ppo_trainer.yaml" in found.tree_line
     (tmp_path / "ppo_trainer.yaml").write_text(text + "algorithm.use_kl_in_reward: false\n")
     assert "verl 0.9.1" in composed(*files).tree_line
+
+
+def test_the_saved_config_of_a_run_names_no_tree(tmp_path: Path) -> None:
+    saved = OmegaConf.create(config_to_dict(composed("algorithm.adv_norm=true").config))
+    OmegaConf.save(saved, tmp_path / "config.yaml")
+    found = composed("--config-path", str(tmp_path), "--config-name", "config")
+    assert "as nothing names another" in found.tree_line
+    assert found.config.algorithm.use_kl_in_reward
 
 
 @pytest.mark.parametrize(
