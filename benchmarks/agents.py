@@ -19,13 +19,14 @@ import torch
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.runner import LoopRunner
 from hone.agents.tools.contract import BaseTool, ToolResponse, function_schema
-from hone.config import PPOTrainerConfig, load_config
+from hone.config import PPOTrainerConfig
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, tiny_lm
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
+from hone.verl.dialect import load_config
 
 TRAJECTORIES, TURNS, TOKENS = 200, 4, 8
 LONGEST_SLEEP_S = 2.0

@@ -146,10 +146,10 @@ def overrides(case: Case, folder: Path, shared: Path) -> list[str]:
 
 def run_case(case: Case, shared: Path) -> dict[str, Any]:
     """One run with the default thresholds: what it raised, how its true score went, what the alarms read."""
-    from hone.config import load_config
     from hone.tracking import read_metrics
     from hone.trainer.main_ppo import run
     from hone.trainer.ppo.alarms import RULES
+    from hone.verl.dialect import load_config
 
     folder = shared / "runs" / case.name
     if not (folder / "metrics.jsonl").exists() or len(read_metrics(folder)) < STEPS:

@@ -15,12 +15,12 @@ import torch
 
 from benchmarks.gpu_models import Shape, parameters, save
 from benchmarks.gpu_timing import median_s
-from hone.config import load_config
 from hone.engine.build import build_engine
 from hone.models.policy import PolicyModel
 from hone.ops.rows import MicroBatchRule
 from hone.protocol import DataProto
 from hone.rollout.native.exact_decoder import ExactDecoder
+from hone.verl.dialect import load_config
 from hone.workers.actor import PolicyObjective
 
 TOKENS_PER_FORWARD = {"qwen2.5-0.5b": 16384, "qwen2.5-1.5b": 8192}

@@ -60,9 +60,9 @@ def prompts(count: int) -> list[str]:
 
 class Ours:
     def __init__(self, model: Path, folder: Path) -> None:
-        from hone.config import load_config
         from hone.models.load import load_tokenizer
         from hone.trainer.ppo.trainer import PPOTrainer
+        from hone.verl.dialect import load_config
 
         rows = [
             {"data_source": "bench", "prompt": p, "reward_model": {"ground_truth": ""}}

@@ -23,12 +23,12 @@ import torch
 from benchmarks.gpu_models import SMALL, TINY, Shape, build, parameters
 from benchmarks.gpu_timing import ceilings, median_s
 from benchmarks.gpu_train import _rows
-from hone.config import load_config
 from hone.engine.build import build_engine
 from hone.engine.engine import Engine
 from hone.engine.mesh import mesh_for_rank
 from hone.models.policy import PolicyModel
 from hone.ops.rows import MicroBatchRule
+from hone.verl.dialect import load_config
 from hone.workers.actor import PolicyObjective
 
 RESULTS = Path(__file__).parent / "results"

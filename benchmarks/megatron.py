@@ -16,10 +16,10 @@ import torch
 from benchmarks.gpu_models import SMALL, TINY, Shape, save
 from benchmarks.gpu_timing import ceilings, median_s
 from benchmarks.gpu_train import _rows
-from hone.config import load_config
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec
 from hone.ops.rows import MicroBatchRule
+from hone.verl.dialect import load_config
 from hone.workers.actor import PolicyObjective
 
 

@@ -18,9 +18,9 @@ import torch
 from benchmarks.gpu_timing import median_s
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.config import load_config
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
+from hone.verl.dialect import load_config
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 
 SIZES = {

@@ -55,7 +55,12 @@ def __dir__() -> list[str]:
 
 
 def program_dialect() -> Dialect:
-    """Returns the dialect that hone's programs give to `compose`: verl's."""
+    """Returns the dialect that hone's programs give to `compose`: verl's, or without the room `hone.verl`
+    one that knows hone's own keys only."""
+    if importlib.util.find_spec("hone.verl") is None:
+        from hone.config.dialect import OWN_KEYS
+
+        return OWN_KEYS
     from hone.verl.dialect import VERL
 
     return VERL

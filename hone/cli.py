@@ -305,9 +305,10 @@ def _config_show(options: Options, extra_arguments: list[str]) -> None:
 
 
 def _config_explain(options: Options, extra_arguments: list[str]) -> None:
+    from hone import program_dialect
     from hone.config.document import explain
 
-    print_text("\n".join(explain(key, options.tree) for key in options.keys))
+    print_text("\n".join(explain(key, options.tree, program_dialect()) for key in options.keys))
 
 
 def _config_check(options: Options, extra_arguments: list[str]) -> int:

@@ -54,8 +54,8 @@ LEVELS = {
     "text": 0,  # text from outside: cleaned wherever it enters
 }
 LAZY_ROOTS = {"__init__"}  # may name any room, but only once a name is asked for
-SEAM = ("__init__.py", "verl.finder")
-"""The file that installs the finder for verl's paths, and the module that it imports for it."""
+SEAM = ("__init__.py", ("verl.finder", "verl.dialect"))
+"""The file that installs the finder and gives verl's dialect to `compose`, and what it imports for it."""
 
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
@@ -224,7 +224,7 @@ def _docstrings(tree: ast.Module) -> set[int]:
 def _names_verls_room(package: Path, path: str, tree: ast.Module) -> Iterator[str]:
     room = f"{package.name}.verl"
     for found in imports(package, path, tree):
-        if (path, found.target) == (SEAM[0], f"{package.name}.{SEAM[1]}"):
+        if path == SEAM[0] and found.target in [f"{package.name}.{name}" for name in SEAM[1]]:
             continue
         if f"{found.target}.".startswith(f"{room}."):
             yield f"{path}:{found.line} imports {found.target}"
@@ -330,6 +330,19 @@ def config_knows_no_tensors(package: Path) -> list[str]:
         if room_of(path) == "config"
         for found in imports(package, path, tree)
         if found.target.split(".")[0] in (*HEAVY, "tensordict", "peft")
+    ]
+
+
+def config_names_no_dialect(package: Path) -> list[str]:
+    """The room of another framework's keys is given to `compose`, never named there, not in a string."""
+    return [
+        f"{path}:{node.lineno} names {node.value!r}; a program gives `compose` its dialect"
+        for path, tree in sources(package)
+        if room_of(path) == "config"
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Constant)
+        and isinstance(node.value, str)
+        and f"{package.name}.verl" in node.value
     ]
 
 
@@ -485,6 +498,13 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
     config_knows_no_tensors: (
         [{"config/a.py": "import torch"}, {"config/a.py": "def f():\n    from torch import nn"}],
         [{"config/a.py": "import yaml"}, {"ops/a.py": "import torch"}],
+    ),
+    config_names_no_dialect: (
+        [
+            {"config/a.py": "import_module('hone.verl.dialect')"},
+            {"config/a.py": "DIALECT = 'hone.verl.dialect:VERL'"},
+        ],
+        [{"config/a.py": "words = 'keys of verl'"}, {"cli.py": "room = 'hone.verl'"}],
     ),
     model_text_is_never_run: (
         [

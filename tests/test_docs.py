@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from hone import cli
-from hone.config import compose
 from hone.data.prepare import argument_parser
 from hone.launch import command as launch
 from hone.retrieval import serve
 from hone.trainer import main_eval_prm, main_eval_rm, quickstart, sweep
 from hone.trainer.benchmarks import split_overrides
 from hone.trainer.command_line import compose_arguments
+from hone.verl.dialect import compose
 from hone.workers import serve_reward_model
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -234,12 +234,13 @@ def test_every_name_of_the_tour_exists() -> None:
 @pytest.mark.parametrize("name", ["tuning", "checkpoints", "quickstart", "agents"])
 def test_every_key_that_a_page_names_exists(name: str) -> None:
     from hone.config.document import explain
+    from hone.verl.dialect import VERL
 
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     keys = set(re.findall(r"(?<![\w./…])([a-z]\w*(?:\.\w+)+)=", text))
     assert keys
     for key in keys:
-        assert explain(key)
+        assert explain(key, dialect=VERL)
 
 
 def test_every_path_that_pages_link_to_exists() -> None:
@@ -249,8 +250,8 @@ def test_every_path_that_pages_link_to_exists() -> None:
 
 
 def test_the_lines_of_the_rewards_page_compose_and_its_judge_is_made() -> None:
-    from hone.config import load_config
     from hone.rewards.judge import Judge
+    from hone.verl.dialect import load_config
 
     text = (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8")
     blocks = re.findall(r"```\n(reward_model\.enable=true.*?)```", text, flags=re.S)
@@ -272,11 +273,11 @@ def loop_of_the_agents_page() -> str:
 def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     """What the loop of the page made of two answers: all of it, and what the policy wrote."""
     from hone.agents.runner import LoopRunner
-    from hone.config import load_config
     from hone.data.prompts import collate_fn
     from hone.models.tiny import character_tokenizer
     from hone.protocol import DataProto
     from hone.rollout.scripted import ScriptedRollout
+    from hone.verl.dialect import load_config
 
     tokenizer = character_tokenizer()
     engine = ScriptedRollout(answers, tokenizer=tokenizer)
@@ -331,11 +332,12 @@ def test_a_relative_target_is_sought_where_the_command_is_started(
 
 def test_the_recipes_pass_the_check_and_say_what_they_set() -> None:
     from hone.config.document import check as check_yaml
+    from hone.verl.dialect import VERL
 
     files = sorted(ROOT.glob("recipes/tinyzero/*.yaml"))
     assert len(files) == 6
     for file in files:
-        status, text = check_yaml(file)
+        status, text = check_yaml(file, dialect=VERL)
         assert status == 0, text
 
 

@@ -44,10 +44,10 @@ def frames(frame: FrameType | None) -> list[FrameType]:
 def traced(folder: Path, device: str) -> tuple[Functions, list[FrameType]]:
     """The functions of one GRPO step of a tiny model, and the stack at the loss formula."""
     from hone.algorithms.policy_losses.policy_loss import ppo_clip
-    from hone.config import load_config
     from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
     from hone.trainer.main_ppo import run
     from hone.trainer.ppo.trainer import PPOTrainer
+    from hone.verl.dialect import load_config
 
     tokenizer = character_tokenizer("0123456789+=")
     model = save_pretrained(tiny_lm(len(tokenizer), hidden=32), tokenizer, folder / "model")

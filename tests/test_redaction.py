@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import ConfigError, compose
+from hone.config import ConfigError
 from hone.config.document import as_yaml, format_with_origins
 from hone.redaction import redact, redact_text
 from hone.rewards.failures import Failed
@@ -17,6 +17,7 @@ from hone.tracking.report import write_report
 from hone.tracking.tracking import Tracking
 from hone.trainer.model_card import write_card
 from hone.trainer.ppo.checkpoint import changed_settings
+from hone.verl.dialect import compose
 
 SECRET = "s3cret"
 KWARGS = {

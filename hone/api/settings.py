@@ -18,7 +18,6 @@ from hone.config import ComposedConfig, ConfigError
 from hone.config.apply import ExtraChecks, StartingValues, compose_settings
 from hone.config.keys import hints, leaves
 from hone.config.sources import Setting, flatten, read_config, read_file
-from hone.config.states import translate
 from hone.config.trees import TREES
 from hone.suggestions import suggestion
 from hone.text import working_folder_hint
@@ -97,7 +96,7 @@ def _read_settings(file: Path) -> list[Setting]:
     if file.suffix in (".yaml", ".yml") and not file.is_file():
         raise ConfigError(f"config={str(file)!r} does not exist{working_folder_hint(file)}")
     if file.suffix != ".yml":
-        return read_config(file.name.removesuffix(".yaml"), [file.parent], [])[1]
+        return read_config(file.name.removesuffix(".yaml"), [file.parent], [], program_dialect())[1]
     if re.search(r"^defaults\s*:", file.read_text("utf-8"), re.MULTILINE):
         raise ConfigError(
             f"{file} has a defaults list, which Hydra reads from .yaml files; rename it"
@@ -124,7 +123,9 @@ class CallSettings:
 
     def values(self) -> Values:
         """Returns the values by dotted key, with deprecated keys renamed."""
-        return {s.key: s.value for s in translate(self._settings, [], self.schema)}
+        return {
+            s.key: s.value for s in program_dialect().translate(self._settings, [], self.schema)
+        }
 
     def compose(
         self,

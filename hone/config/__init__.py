@@ -14,7 +14,7 @@ from hone.config.convert import to_plain as config_to_dict
 from hone.config.dialect import OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
 from hone.config.keys import replace
-from hone.config.sources import BUILT_IN_TREES, read_config
+from hone.config.sources import built_in_tree, read_config
 from hone.config.trees import TREES, PPOTrainerConfig
 
 __all__ = [
@@ -47,12 +47,12 @@ def compose(
     """
     name = config_name.removesuffix(".yaml").removesuffix(".yml")
     folders = [folder for folder in (config_path, config_dir) if folder]
-    tree_name, settings = read_config(name, folders, overrides)
+    tree_name, settings = read_config(name, folders, overrides, dialect)
     if schema and tree_name and tree_name != schema:
         raise ConfigError(
             f"config '{name}' is for {TREES[tree_name].purpose}; this program reads {schema}"
         )
-    tree = TREES[schema or tree_name or BUILT_IN_TREES.get(name, "ppo_trainer")]
+    tree = TREES[schema or tree_name or built_in_tree(name, dialect) or "ppo_trainer"]
     return compose_settings(
         tree, settings, extra_checks, dialect=dialect, starting_values=starting_values
     )
@@ -63,6 +63,8 @@ def load_config(
     *,
     config_name: str = "ppo_trainer",
     config_path: str | Path | None = None,
+    dialect: Dialect = OWN_KEYS,
 ) -> Config:
     """Returns the frozen config tree for a list of Hydra overrides and, optionally, a user's YAML."""
-    return compose(overrides, config_name=config_name, config_path=config_path).config
+    composed = compose(overrides, config_name=config_name, config_path=config_path, dialect=dialect)
+    return composed.config

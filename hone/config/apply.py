@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from hone.config import keys
 from hone.config.checks import adjust_values, find_problems, keys_without_effect
+from hone.config.conditions import lines_per_sentence
 from hone.config.convert import (
     Config,
     Hint,
@@ -28,8 +29,7 @@ from hone.config.convert import (
 from hone.config.dialect import DEFAULT_OF, OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
-from hone.config.sources import COMMAND_LINE, GROUPS, NAME_DOT, Setting
-from hone.config.states import lines_per_sentence, new_name, rule_of, rules_of, translate
+from hone.config.sources import COMMAND_LINE, NAME_DOT, Setting
 from hone.config.trees import Tree
 from hone.redaction import is_redacted, redact
 from hone.types import JsonObject, JsonValue
@@ -70,12 +70,12 @@ def compose_settings(
 
     `starting_values` takes the values that were set, by dotted key, and returns settings of lower precedence.
     """
-    composition = _Composition(tree)
+    composition = _Composition(tree, dialect)
     reading = dialect.read(settings, tree.name, has_starting_values=starting_values is not None)
     composition.problems += reading.problems
     settings = reading.settings
     if starting_values is not None:
-        values = {s.key: s.value for s in translate(settings, [], tree.name)}
+        values = {s.key: s.value for s in dialect.translate(settings, [], tree.name)}
         settings = [*starting_values(values), *settings]
     settings = [*reading.defaults, *settings]
     settings_without_field = composition.write_settings(settings)
@@ -106,7 +106,8 @@ def compose_settings(
 class _Composition:
     """The values of a tree by dotted key while they are composed, and the problems and notes so far."""
 
-    def __init__(self, tree: Tree) -> None:
+    def __init__(self, tree: Tree, dialect: Dialect) -> None:
+        self.dialect = dialect
         self.tree_name, self.root = tree.name, tree.root
         self.values: JsonObject = {key: leaf.default for key, leaf in leaves(self.root).items()}
         self.origins: dict[str, str] = {}
@@ -145,14 +146,16 @@ class _Composition:
 
         Their values are stored too, under old and new names, because other values may refer to them.
         """
-        root, tree_name = self.root, self.tree_name
+        root, tree_name, dialect = self.root, self.tree_name, self.dialect
         settings_without_field: dict[str, Setting] = {}
         settings = [_split_names(root, setting) for setting in settings]
         for setting in settings:
             if not setting.delete and owner_of(root, setting.key) is None:
                 self.values[setting.key] = setting.value
-        for translated in translate(settings, self.problems, tree_name):
-            value = keys.rename_references(translated.value, lambda key: new_name(key, tree_name))
+        for translated in dialect.translate(settings, self.problems, tree_name):
+            value = keys.rename_references(
+                translated.value, lambda key: dialect.new_name(key, tree_name)
+            )
             setting = dataclasses.replace(translated, value=value)
             key, origin, owner = setting.key, setting.origin, owner_of(root, setting.key)
             previous_file = _file_of(self.origins.get(key, ""))
@@ -169,7 +172,7 @@ class _Composition:
         set_keys = {setting.key for setting in settings}
         referenced_keys = {key for s in settings for key in keys.referenced_keys(s.value)}
         for key in referenced_keys - set_keys:
-            if owner_of(root, key) is None and (rule := rule_of(key, tree_name)):
+            if owner_of(root, key) is None and (rule := dialect.rule_of(key, tree_name)):
                 # A reference to an unset key without a field gets the first value that needs no message.
                 accepted_values = (value for value in rule.values if value not in ("off", "any"))
                 self.values[key] = next(accepted_values, None)
@@ -183,7 +186,8 @@ class _Composition:
         if owner in blocks(self.root):
             referenced_keys = keys.referenced_keys(value)
             if not referenced_keys and value is not None and value != {}:
-                choices = f"choose {', '.join(GROUPS[owner])}, or " if owner in GROUPS else ""
+                groups = self.dialect.groups
+                choices = f"choose {', '.join(groups[owner])}, or " if owner in groups else ""
                 return f"{owner} is a block of keys; {choices}set the keys inside it"
             for key in leaves(self.root):  # a reference to another block is expanded key by key
                 source_key = referenced_keys[0] + key[len(owner) :] if referenced_keys else ""
@@ -205,7 +209,7 @@ class _Composition:
         """Adds a problem for each key that is unknown or refused, and a note for each neutral one."""
         refused: list[tuple[str, str]] = []
         for key, setting in settings.items():
-            rule, value = rule_of(key, self.tree_name), self.values[key]
+            rule, value = self.dialect.rule_of(key, self.tree_name), self.values[key]
             if rule is None:
                 if sentence := keys.unknown_key_message(self.root, key, setting.added):
                     self.problems.append(f"{sentence} ({setting.origin})")
@@ -258,7 +262,7 @@ class _Composition:
         """Returns the value of a leaf, or its replacement from `rules.txt`, and adds the rule's note; for a
         null in a file, returns the default if the field does not accept null."""
         leaf, value = leaves(self.root)[key], self.values[key]
-        for rule in rules_of(key, "replaced_values"):
+        for rule in self.dialect.replacements(key):
             if rule.matches(value):
                 if rule.why and key in self.origins:
                     self.add_note(key, value, rule.why)

@@ -13,12 +13,12 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 
 from hone.config.block import SchemaBlock
+from hone.config.conditions import condition_holds, fill_values
 from hone.config.convert import Config, Value, parse_scalar, read_rules
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.keys import get, leaves, replace
 from hone.config.ranges import IS_THRESHOLD_KEY, parse_bound, rejection_bounds
 from hone.config.sft import RMConfig, SupervisedConfig
-from hone.config.states import condition_holds, fill_values
 from hone.config.trees import PPOTrainerConfig
 from hone.suggestions import suggestion
 
@@ -79,7 +79,7 @@ def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
 
 def rows_of(section: str) -> Iterator[list[str]]:
     """Yields the tree and the cells of each row of a section; the cells lose the prefix `tree:`."""
-    for row in read_rules()[section]:
+    for row in read_rules(__package__)[section]:
         row_tree = row[0].partition(":")[0] if ":" in row[0] else "ppo_trainer"
         yield [row_tree, *(cell.replace(f"{row_tree}:", "") for cell in row)]
 
@@ -264,7 +264,7 @@ def _data_problems(config: PPOTrainerConfig) -> Iterator[str]:
 
 def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
     """Yields a problem for each name that is neither built in nor, where allowed, an import path."""
-    for keys, known_names_text, other_choice in read_rules()["names"]:
+    for keys, known_names_text, other_choice in read_rules(__package__)["names"]:
         known_names = known_names_text.split(", ")
         for tree_and_key in keys.split():
             row_tree, _, key = tree_and_key.rpartition(":")

@@ -141,10 +141,10 @@ def parse_scalars(text: str) -> tuple[JsonValue, ...]:
 
 
 @functools.cache
-def read_rules() -> dict[str, list[list[str]]]:
-    """Returns the cells of every row of `rules.txt`, by section."""
+def read_rules(package: str) -> dict[str, list[list[str]]]:
+    """Returns the cells of every row of the `rules.txt` of a package, by section."""
     sections: dict[str, list[list[str]]] = {}
-    for line in files("hone.config").joinpath("rules.txt").read_text("utf-8").splitlines():
+    for line in files(package).joinpath("rules.txt").read_text("utf-8").splitlines():
         if line.startswith("["):
             rows = sections.setdefault(line.strip("[]"), [])
         elif line and not line.startswith("#"):

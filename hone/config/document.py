@@ -15,19 +15,10 @@ from pathlib import Path
 from hone.config import PPOTrainerConfig, config_to_dict
 from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
-from hone.config.dialect import OWN_KEYS, Dialect
+from hone.config.dialect import OWN_KEYS, Dialect, Rule
 from hone.config.errors import ConfigError
 from hone.config.keys import blocks, get, keys_matching, leaves
-from hone.config.sources import BUILT_IN_TREES, read_config
-from hone.config.states import (
-    Rule,
-    matches_pattern,
-    new_name,
-    other_names,
-    rules,
-    rules_of,
-    translate,
-)
+from hone.config.sources import built_in_tree, read_config
 from hone.config.trees import TREES, Tree
 from hone.redaction import redact
 from hone.suggestions import did_you_mean, nearest
@@ -99,13 +90,13 @@ def as_yaml(composed: ComposedConfig, block: str = "") -> str:
     return f"# @package {block}\n{text}" if block else text
 
 
-def explain(key: str, tree: str | None = None) -> str:
+def explain(key: str, tree: str | None = None, dialect: Dialect = OWN_KEYS) -> str:
     """Describes a key (effect, values, default) in one tree or in all trees; the key may also be an old
     name, a block or a misspelled name."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
     trees_by_text: dict[str, list[str]] = {}
     for candidate in trees:
-        if text := _explain_in_tree(key, candidate):
+        if text := _explain_in_tree(key, candidate, dialect):
             trees_by_text.setdefault(text, []).append(candidate.name)
     if trees_by_text:
         texts = (
@@ -116,20 +107,20 @@ def explain(key: str, tree: str | None = None) -> str:
     parent_key = key.rpartition(".")[0]  # the user may choose the names inside a mapping
     parents = (leaves(candidate.root).get(parent_key) for candidate in trees)
     if any(leaf is not None and isinstance(leaf.default, dict) for leaf in parents):
-        return explain(parent_key, tree)
+        return explain(parent_key, tree, dialect)
     for candidate in trees:
-        current_name = new_name(key, candidate.name)
+        current_name = dialect.new_name(key, candidate.name)
         if current_name != key:
             is_leaf = any(current_name in leaves(other.root) for other in trees)
-            explanation = f"\n{explain(current_name, tree)}" if is_leaf else ""
+            explanation = f"\n{explain(current_name, tree, dialect)}" if is_leaf else ""
             return f"{key} is another name of {current_name}\n{explanation}"
-        if replacement := other_names(candidate.name).get(key):
+        if replacement := dialect.other_names(candidate.name).get(key):
             return f"{key} is replaced by other keys: {replacement}\n"
-    for rule in rules("refused", "neutral"):
+    for rule in dialect.rules():
         # A rule for a whole block of one tree (`x.**`) explains a key only if that tree was requested.
         explains_without_tree = tree is None and not rule.pattern.endswith("**")
         applies_to_tree = rule.tree in ("*", tree) or explains_without_tree
-        if applies_to_tree and matches_pattern(rule.pattern, key):
+        if applies_to_tree and dialect.applies(rule, key):
             exceptions = "" if "any" in rule.values else ", ".join(map(show_value, rule.values))
             values = f" with other values than {exceptions}" if exceptions else ""
             return f"{key}: {rule.state}{values}\n  {rule.why}\n"
@@ -141,15 +132,15 @@ def explain(key: str, tree: str | None = None) -> str:
     raise ConfigError(f"there is no key '{key}'{where}.{hint}")
 
 
-def _explain_in_tree(key: str, tree: Tree) -> str | None:
+def _explain_in_tree(key: str, tree: Tree, dialect: Dialect) -> str | None:
     """Returns the text about a leaf or a block of a tree, or None if the tree has no such key."""
     tree_leaves = leaves(tree.root)
     if leaf := tree_leaves.get(key):
         lines = [key, f"  {leaf.doc}", ""]
         lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
-        for rule in rules_of(key, "replaced_values"):
+        for rule in dialect.replacements(key):
             lines.append(f"           {show_value(list(rule.values))} becomes {rule.becomes}")
-        if old_names := [old for old, new in other_names(tree.name).items() if new == key]:
+        if old_names := [old for old, new in dialect.other_names(tree.name).items() if new == key]:
             lines.append(f"  also     {', '.join(old_names)}")
         return "\n".join([*lines, f"  tree     {_TREE_NAMES_PLACEHOLDER}"]) + "\n"
     if not key or key not in blocks(tree.root):
@@ -174,15 +165,15 @@ def check(
     file = Path(path).expanduser()
 
     def num_known_keys(tree: Tree) -> int:
-        return sum(s.key in leaves(tree.root) for s in translate(settings, [], tree.name))
+        return sum(s.key in leaves(tree.root) for s in dialect.translate(settings, [], tree.name))
 
     if file.suffix not in (".yaml", ".yml"):
         return 1, (
             f"{file} is no YAML file; `hone train --dry-run key=value …` checks the overrides of a run\n"
         )
     try:
-        schema, settings = read_config(file.stem, [file.parent], [])
-        schema = schema or BUILT_IN_TREES.get(file.stem)
+        schema, settings = read_config(file.stem, [file.parent], [], dialect)
+        schema = schema or built_in_tree(file.stem, dialect)
         if not file.is_file():
             return 1, f"there is no file {file}\n"
         # If the file names no tree, use the tree with most of the keys; in a tie, `ppo_trainer`.
@@ -207,7 +198,7 @@ def rollout_yaml() -> str:
     return as_yaml(ComposedConfig(PPOTrainerConfig(), {}), "actor_rollout_ref.rollout")
 
 
-def document() -> str:
+def document(dialect: Dialect) -> str:
     """Returns the whole page."""
     trees = TREES.values()
     tree_rows = [
@@ -215,16 +206,16 @@ def document() -> str:
         for tree in trees
     ]
     rule_rows: list[tuple[str, ...]] = []
-    for rule in rules("refused", "neutral"):
+    for rule in dialect.rules():
         key, values = _rule_cells(rule)
         rule_rows.append((key, rule.state, values, rule.why))
     value_rows = [
-        (*_rule_cells(rule), f"`{rule.becomes}`", rule.why) for rule in rules("replaced_values")
+        (*_rule_cells(rule), f"`{rule.becomes}`", rule.why) for rule in dialect.replacements()
     ]
     name_rows = [
         (tree.name, f"`{old_name}`", meaning)
         for tree in trees
-        for old_name, meaning in other_names(tree.name).items()
+        for old_name, meaning in dialect.other_names(tree.name).items()
     ]
     sections = [
         _INTRODUCTION,
@@ -269,4 +260,7 @@ def _rule_cells(rule: Rule) -> tuple[str, str]:
 
 
 if __name__ == "__main__":
-    sys.stdout.write(rollout_yaml() if sys.argv[1:] == ["rollout"] else document())
+    from hone import program_dialect
+
+    is_rollout = sys.argv[1:] == ["rollout"]
+    sys.stdout.write(rollout_yaml() if is_rollout else document(program_dialect()))

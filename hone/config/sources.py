@@ -16,13 +16,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hone.config.convert import parse_pairs, read_rules
 from hone.config.errors import ConfigError
+from hone.config.trees import TREES
 from hone.suggestions import suggestion
 from hone.types import JsonObject, JsonValue
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
+
+    from hone.config.dialect import Dialect
 
 COMMAND_LINE = "command line"
 NAME_DOT = "\u2024"
@@ -30,13 +32,6 @@ NAME_DOT = "\u2024"
 MISSING = "???"
 """OmegaConf's marker of a mandatory value; a key with this value keeps the default of the schema."""
 
-_RULES = read_rules()
-GROUPS: dict[str, list[str]] = {group: options.split() for group, options in _RULES["groups"]}
-"""The options of verl's Hydra groups, by group."""
-_BUILT_IN_CONFIGS = {name: row for names, *row in _RULES["configs"] for name in names.split()}
-"""The tree and the settings of each config of verl, by name."""
-BUILT_IN_TREES: dict[str, str] = {name: tree for name, (tree, _) in _BUILT_IN_CONFIGS.items()}
-"""The tree of hone for each config name of verl."""
 _NEW_ARGUMENT = re.compile(r"[~+-]|[^=]+=")
 """Matches an argument that is not the value of the previous argument."""
 _THRESHOLDS = re.compile(r"threshold\s*[=:][^\n#'\"]*$", re.MULTILINE)
@@ -140,7 +135,7 @@ def read_file(path: Path, package: str = "") -> list[Setting]:
 
 
 def read_config(
-    name: str, folders: Sequence[str | Path], overrides: Sequence[str]
+    name: str, folders: Sequence[str | Path], overrides: Sequence[str], dialect: Dialect
 ) -> tuple[str | None, list[Setting]]:
     """Returns the tree that a config names, if any, and its settings, lowest precedence first.
 
@@ -152,11 +147,11 @@ def read_config(
     folders_with_config = (f for f in search_folders if (f / f"{name}.yaml").is_file())
     folder = next(folders_with_config, None)
     if folder is None:
-        _require_built_in(name, folders, search_folders)
-    choices = [text for text in overrides if _is_choice(text, search_folders)]
+        _require_built_in(name, folders, search_folders, dialect)
+    choices = [text for text in overrides if _is_choice(text, search_folders, dialect)]
     paths_and_packages = [(name, "")]
     if folder is not None or choices:
-        paths_and_packages = _defaults_list(name, folder, search_folders, choices)
+        paths_and_packages = _defaults_list(name, folder, search_folders, choices, dialect)
     settings: list[Setting] = []
     tree: str | None = None
     for path, package in paths_and_packages:
@@ -165,9 +160,9 @@ def read_config(
         if file is not None:
             settings += read_file(file, package)
             continue
-        tree = BUILT_IN_TREES.get(path, tree)
-        if path in BUILT_IN_TREES:
-            built_in_values = parse_pairs(_BUILT_IN_CONFIGS[path][1])
+        tree = built_in_tree(path, dialect) or tree
+        if path in dialect.configs:
+            built_in_values = dialect.configs[path][1]
             settings += [Setting(key, value, path) for key, value in built_in_values.items()]
         elif engine := _ENGINE_CHOICE.match(path):
             settings.append(Setting(f"{package}.strategy", engine[2], path))
@@ -175,35 +170,41 @@ def read_config(
     return tree, [*settings, *parse_overrides(key_overrides)]
 
 
+def built_in_tree(name: str, dialect: Dialect) -> str | None:
+    """Returns the tree of a built-in config, or None."""
+    return name if name in TREES else dialect.configs.get(name, (None,))[0]
+
+
 def _require_built_in(
-    name: str, folders: Sequence[str | Path], search_folders: Sequence[Path]
+    name: str, folders: Sequence[str | Path], search_folders: Sequence[Path], dialect: Dialect
 ) -> None:
     """Raises ConfigError if no config is built in under this name, or if a .yml file has this name.
 
     If the name is built in, a relative folder or `trainer/config` may be missing, because verl's commands
     name the folder of verl's own configs.
     """
+    built_in_names = [*TREES, *dialect.configs]
     for search_folder in search_folders:
         if (file := search_folder / f"{name}.yml").is_file():
             raise ConfigError(f"{file} is not read, because Hydra reads .yaml files; rename it")
     for folder, search_folder in zip(folders, search_folders, strict=True):
         is_verl_folder = search_folder.parts[-2:] == ("trainer", "config")
         is_optional = is_verl_folder or not Path(folder).is_absolute()
-        may_be_missing = name in BUILT_IN_TREES and is_optional
+        may_be_missing = name in built_in_names and is_optional
         if not search_folder.is_dir() and not may_be_missing:
-            hint = suggestion(name, BUILT_IN_TREES)
+            hint = suggestion(name, built_in_names)
             raise ConfigError(f"there is no config '{name}': {folder} is no folder here.{hint}")
-    if name in BUILT_IN_TREES:
+    if name in built_in_names:
         return
     files = (file for search_folder in search_folders for file in search_folder.glob("*.yaml"))
-    hint = suggestion(name, [*(file.stem for file in files), *BUILT_IN_TREES])
+    hint = suggestion(name, [*(file.stem for file in files), *built_in_names])
     if not search_folders:
         hint += " A config of your own needs --config-path, the folder that holds it"
     where = f" in {', '.join(map(str, search_folders))}" if search_folders else ""
     raise ConfigError(f"there is no config '{name}'{where}.{hint}")
 
 
-def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
+def _is_choice(text: str, search_folders: Sequence[Path], dialect: Dialect) -> bool:
     """Returns whether an override selects a file of a Hydra group instead of setting a key."""
     key, equals, value = text.partition("=")
     group, at, _ = key.lstrip("+~").partition("@")
@@ -211,13 +212,17 @@ def _is_choice(text: str, search_folders: Sequence[Path]) -> bool:
         return bool(equals) or text.startswith("~")
     if text.startswith("~") and not equals:
         return any(group and (folder / group).is_dir() for folder in search_folders)
-    return value in GROUPS.get(group, ()) or any(
+    return value in dialect.groups.get(group, ()) or any(
         (search_folder / group / f"{value}.yaml").is_file() for search_folder in search_folders
     )
 
 
 def _defaults_list(
-    name: str, folder: Path | None, search_folders: Sequence[Path], choices: Sequence[str]
+    name: str,
+    folder: Path | None,
+    search_folders: Sequence[Path],
+    choices: Sequence[str],
+    dialect: Dialect,
 ) -> list[tuple[str, str]]:
     """Returns (path without suffix, package) of each file in Hydra's merge order."""
     # The user's program may run under `hydra.main`, which owns the global Hydra; this loader does not use it.
@@ -227,7 +232,7 @@ def _defaults_list(
     from hydra.types import RunMode
     from yaml import YAMLError
 
-    _register_with_hydra()
+    _register_with_hydra(dialect)
     primary = folder or Path(__file__).parent  # any folder without YAML files
     search_urls = ",".join(f"'file://{other}'" for other in search_folders if other != folder)
     options = [f"hydra.searchpath=[{search_urls}]"] if search_urls else []
@@ -256,17 +261,17 @@ def _defaults_list(
     ]
 
 
-def _register_with_hydra() -> None:
+def _register_with_hydra(dialect: Dialect) -> None:
     """Registers the trees and groups with Hydra, for defaults lists and group choices."""
     from hydra.core.config_store import ConfigStore
 
     store = ConfigStore.instance()
-    defaults = {tree: parse_pairs(options) for tree, options in _RULES["defaults"]}
-    lists = {name: defaults.get(tree, {}) for name, tree in BUILT_IN_TREES.items()}
-    lists |= {"reward_manager": {}, "legacy_reward_impl": {}}  # verl files without a tree
+    trees = {name: name for name in TREES} | {n: tree for n, (tree, _) in dialect.configs.items()}
+    lists = {name: dialect.defaults_lists.get(tree, {}) for name, tree in trees.items()}
+    lists |= {name: {} for name in dialect.files_without_tree}
     for name, options in lists.items():
         entries = [*({group: option} for group, option in options.items()), "_self_"]
         store.store(name=name, node={"defaults": entries}, provider="hone")
-    for group, choices in GROUPS.items():
+    for group, choices in dialect.groups.items():
         for option in choices:
             store.store(name=option, group=group, node={}, provider="hone")

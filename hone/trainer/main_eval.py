@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from hone import program_dialect
 from hone.config import load_config
 from hone.config.errors import ConfigError
 from hone.config.generation import EvaluationConfig
@@ -117,7 +118,7 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
     check_output_folder(str(out), "--out")
     generation_overrides, scoring_overrides = split_overrides(overrides)
     # Errors of the scoring config are found now, because generation may take hours.
-    load_config(scoring_overrides, config_name="evaluation")
+    load_config(scoring_overrides, config_name="evaluation", dialect=program_dialect())
     with lock_folder(out):
         data = Path(options.data).expanduser()
         files = {bench: benchmark_file(bench, data, out / "data") for bench in options.bench}
@@ -134,7 +135,10 @@ def run_benchmarks(options: argparse.Namespace, overrides: Sequence[str]) -> Non
                 *scoring_overrides,
                 path_override("data.path", responses),
             ]
-            run(load_config(settings, config_name="evaluation"), title=bench)
+            run(
+                load_config(settings, config_name="evaluation", dialect=program_dialect()),
+                title=bench,
+            )
 
 
 def print_tables(result: Evaluation, config: EvaluationConfig, title: str) -> None:

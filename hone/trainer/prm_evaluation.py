@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from hone import program_dialect
 from hone.config import load_config
 from hone.config.sft import PRMConfig
 from hone.data.reading import read_rows
@@ -176,7 +177,9 @@ def best_of_n(scorer: StepScorer, file: str, aggregate: str, step_separator: str
     rows = list(read_rows([file], BadRowPolicy("raise", policy_key=None), "--best-of-n").scan())
     if not all("scores" in row for row in rows):
         settings = [path_override("data.path", file)]
-        rows = evaluate(load_config(settings, config_name="evaluation")).rows
+        rows = evaluate(
+            load_config(settings, config_name="evaluation", dialect=program_dialect())
+        ).rows
     solutions = []
     for row_index, row in enumerate(rows):
         location = f"{file}, row {row_index}"

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 
+from hone import program_dialect
 from hone.config import PPOTrainerConfig, load_config
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.tokenizer import Tokenizer
@@ -195,7 +196,10 @@ def main(*, out: str, seed: int, extra_overrides: Sequence[str] = ()) -> None:
 
     files = {name: folder / file for name, file in DATA_FILES.items()}
     model = folder / BASE_FOLDER
-    config = load_config([*overrides(files, model, folder / RUN_FOLDER, seed), *extra_overrides])
+    config = load_config(
+        [*overrides(files, model, folder / RUN_FOLDER, seed), *extra_overrides],
+        dialect=program_dialect(),
+    )
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
         prepare_folder(folder)

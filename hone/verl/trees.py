@@ -16,9 +16,9 @@ from hone.config.convert import show_value
 from hone.config.dialect import DEFAULT_OF, Reading
 from hone.config.errors import ConfigError
 from hone.config.sources import COMMAND_LINE, Setting
-from hone.config.states import matches_pattern, new_name
 from hone.suggestions import suggestion
 from hone.types import JsonObject, JsonValue
+from hone.verl.rules import matches_pattern, new_name
 
 TREE_KEY = "hone.tree"
 """The key by which a user names the tree of a command."""

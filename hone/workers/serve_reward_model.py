@@ -15,6 +15,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
+from hone import program_dialect
 from hone.config import ConfigError, load_config
 from hone.rewards.conversation import escape_special_tokens
 from hone.services.json_server import HOST_NAME_HELP, Caller, JsonServer, Slots
@@ -120,7 +121,9 @@ def load_worker(model: str, overrides: Sequence[str] = ()) -> RewardModelWorker:
         f"reward_model.model.path={model}",
         "reward_model.model.input_tokenizer=null",
     ]
-    worker = RewardModelWorker(load_config([*fixed_overrides, *overrides]))
+    worker = RewardModelWorker(
+        load_config([*fixed_overrides, *overrides], dialect=program_dialect())
+    )
     worker.init_model()
     return worker
 

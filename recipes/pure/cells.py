@@ -74,12 +74,12 @@ def overrides_of(cell: str, out: Path) -> list[str]:
 
 
 def run_cell(cell: str, seed: str, out: Path, more: list[str]) -> None:
-    from hone.config import load_config
     from hone.controller import Role
     from hone.models.load import load_tokenizer
     from hone.trainer.ppo.plan import Plan
     from hone.trainer.ppo.roles import default_roles
     from hone.trainer.ppo.trainer import PPOTrainer
+    from hone.verl.dialect import load_config
 
     config = load_config(
         [

@@ -10,10 +10,11 @@ import pytest
 
 from hone.agents.collate import collate_outputs, loop_metrics, object_array
 from hone.agents.runner import LoopRunner
-from hone.config import PPOTrainerConfig, load_config
+from hone.config import PPOTrainerConfig
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine
+from hone.verl.dialect import load_config
 
 TOKENIZER = character_tokenizer()
 

@@ -10,7 +10,7 @@ import torch
 
 from hone.agents.collate import BadTrajectory, check_output, metric_values
 from hone.agents.contract import AgentLoopOutput, default_sampling, validation_sampling
-from hone.config import load_config
+from hone.verl.dialect import load_config
 
 
 def check(row: dict[str, Any] | None = None, **fields: Any) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from hone.config import load_config
+from hone.verl.dialect import load_config
 
 SOURCES = """
 from hone.data import AbstractDataGenerator, AbstractSampler, RLHFDataset, SFTDataset

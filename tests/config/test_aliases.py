@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, compose, load_config
+from hone.config import ConfigError
 from hone.config.apply import compose_settings
 from hone.config.keys import get
 from hone.config.sources import Setting
-from hone.config.states import COMPUTED, matches_pattern, new_name, rule_of, rules
 from hone.config.trees import TREES
+from hone.verl.dialect import VERL_KEYS, compose, load_config
+from hone.verl.rules import COMPUTED, matches_pattern, new_name, rule_of, rules
 
 ROLLOUT = "actor_rollout_ref.rollout"
 ACTOR = "actor_rollout_ref.actor"
@@ -202,9 +203,8 @@ BESIDE_OTHERS = (
 
 
 def load(settings: dict[str, Any]) -> Any:
-    return compose_settings(
-        TREES["ppo_trainer"], [Setting(k, v, "command line") for k, v in settings.items()]
-    )
+    given = [Setting(k, v, "command line") for k, v in settings.items()]
+    return compose_settings(TREES["ppo_trainer"], given, dialect=VERL_KEYS)
 
 
 def as_config(value: Any) -> Any:
@@ -414,7 +414,9 @@ SFT_CASES: dict[str, Any] = {
 @pytest.mark.parametrize("old", sorted(SFT_CASES))
 def test_a_renamed_sft_key_sets_the_new_key(old: str) -> None:
     value = SFT_CASES[old]
-    composed = compose_settings(TREES["sft_trainer"], [Setting(old, value, "command line")])
+    composed = compose_settings(
+        TREES["sft_trainer"], [Setting(old, value, "command line")], dialect=VERL_KEYS
+    )
     assert get(composed.config, new_name(old, "sft_trainer")) == value
 
 

@@ -10,11 +10,11 @@ from types import SimpleNamespace
 
 import pytest
 
-from hone.config import load_config
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block, config_value, setting
 from hone.config.keys import block_type, hints
 from hone.config.trees import TREES
+from hone.verl.dialect import load_config
 
 ACTOR = load_config().actor_rollout_ref.actor
 

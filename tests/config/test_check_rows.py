@@ -7,12 +7,12 @@ from functools import partial
 
 import pytest
 
-from hone.config import load_config
 from hone.config.checks import rows_of
+from hone.config.conditions import condition_holds
 from hone.config.convert import parse_scalar
 from hone.config.keys import blocks, get, leaves
-from hone.config.states import condition_holds
 from hone.config.trees import TREES
+from hone.verl.dialect import load_config
 
 PROBLEMS = list(rows_of("problems"))
 ADJUSTED = list(rows_of("adjusted"))

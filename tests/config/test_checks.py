@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from hone.config import ConfigError, PPOTrainerConfig, compose, load_config
+from hone.config import ConfigError, PPOTrainerConfig
 from hone.config.checks import divisors_advice, multiples_advice
 from hone.config.keys import get, leaves
 from hone.config.ranges import Range
+from hone.verl.dialect import compose, load_config
 
 RANGES = {key: leaf.bounds for key, leaf in leaves(PPOTrainerConfig).items() if leaf.bounds}
 ACTOR = "actor_rollout_ref.actor"

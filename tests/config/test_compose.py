@@ -9,10 +9,11 @@ import pytest
 from hydra import initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 
-from hone.config import ConfigError, compose, load_config, replace
+from hone.config import ConfigError, replace
 from hone.config.keys import get
 from hone.config.sources import read_config
 from hone.types import JsonValue
+from hone.verl.dialect import VERL_KEYS, compose, load_config
 
 
 def error(overrides: list[str], **keywords: str) -> str:
@@ -565,7 +566,7 @@ def test_choices_of_verls_groups_that_name_the_default_change_nothing(
 
 def test_the_choice_of_another_engine_is_its_strategy() -> None:
     def strategies(*choices: str, name: str = "ppo_trainer") -> dict[str, JsonValue]:
-        _, settings = read_config(name, [], choices)
+        _, settings = read_config(name, [], choices, VERL_KEYS)
         return {s.key: s.value for s in settings}
 
     actor, critic = "actor_rollout_ref.actor.strategy", "critic.strategy"

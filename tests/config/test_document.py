@@ -9,18 +9,19 @@ import pytest
 from omegaconf import OmegaConf
 
 import hone
-from hone.config import ConfigError, compose, config_to_dict, load_config
+from hone.config import ConfigError, config_to_dict
 from hone.config.document import check, document, explain, format_with_origins, rollout_yaml
 from hone.config.keys import leaves
-from hone.config.states import rules
 from hone.config.trees import TREES
 from hone.trainer.command_line import check_plan
+from hone.verl.dialect import VERL, VERL_KEYS, compose, load_config
+from hone.verl.rules import rules
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 
 
 def test_the_page_is_generated_from_the_schema() -> None:
-    assert PAGE.read_text(encoding="utf-8") == document(), (
+    assert PAGE.read_text(encoding="utf-8") == document(VERL), (
         "run: python -m hone.config.document > docs/config.md"
     )
 
@@ -36,14 +37,14 @@ def test_verls_rollout_file_holds_the_defaults_of_the_schema() -> None:
 
 
 def test_the_appendix_holds_every_neutral_and_refused_key() -> None:
-    appendix = document().partition("## Other keys and values")[2]
+    appendix = document(VERL).partition("## Other keys and values")[2]
     assert all(
         f"`{rule.pattern}` | {rule.state} |" in appendix for rule in rules("refused", "neutral")
     )
 
 
 def test_every_key_has_a_row() -> None:
-    page = document()
+    page = document(VERL)
     for tree in TREES.values():
         for info in leaves(tree.root).values():
             assert f"| `{info.key.rpartition('.')[2]}` | " in page, info.key
@@ -99,7 +100,7 @@ def test_show_quotes_strings_that_yaml_would_read_as_another_type() -> None:
 
 
 def test_explain_describes_a_key_completely() -> None:
-    assert explain("actor_rollout_ref.rollout.n") == (
+    assert explain("actor_rollout_ref.rollout.n", dialect=VERL) == (
         "actor_rollout_ref.rollout.n\n"
         "  Responses per prompt (group size).\n"
         "\n"
@@ -135,11 +136,11 @@ def test_explain_describes_a_key_completely() -> None:
     ],
 )
 def test_explain_describes_blocks_old_names_and_keys_without_field(key: str, piece: str) -> None:
-    assert piece in explain(key)
+    assert piece in explain(key, dialect=VERL)
 
 
 def test_explain_lists_every_tree_of_a_key_with_its_default() -> None:
-    text = explain("data.prompt_key")
+    text = explain("data.prompt_key", dialect=VERL)
     assert lines_with(text, "default") == [
         *("default  prompt", "default  question"),
     ]
@@ -148,15 +149,15 @@ def test_explain_lists_every_tree_of_a_key_with_its_default() -> None:
         "sft_trainer",
     )  # without effect in evaluation
     assert lines_with(text, "tree") == [f"tree     {names}" for names in trees]
-    (only,) = lines_with(explain("data.prompt_key", "sft_trainer"), "default")
+    (only,) = lines_with(explain("data.prompt_key", "sft_trainer", dialect=VERL), "default")
     assert only == "default  question"
 
 
 def test_a_block_is_explained_in_each_tree_too() -> None:
-    text = explain("checkpoint") + explain("data")
+    text = explain("checkpoint", dialect=VERL) + explain("data", dialect=VERL)
     for tree in ("ppo_trainer", "sft_trainer", "generation", "evaluation"):
         assert f"data: a block of {tree}" in text
-    assert explain("data", "evaluation").startswith("data: a block of evaluation\n")
+    assert explain("data", "evaluation", dialect=VERL).startswith("data: a block of evaluation\n")
 
 
 @pytest.mark.parametrize(
@@ -174,27 +175,27 @@ def test_a_partial_key_suggests_the_keys_with_its_parts(
     key: str, tree: str | None, sentence: str
 ) -> None:
     with pytest.raises(ConfigError, match=sentence):
-        explain(key, tree)
+        explain(key, tree, dialect=VERL)
 
 
 def test_explain_offers_the_nearest_key() -> None:
     with pytest.raises(
         ConfigError, match=r"no key 'algorithm\.adv_estmator'\. Did you mean 'algorithm.adv_est"
     ):
-        explain("algorithm.adv_estmator")
+        explain("algorithm.adv_estmator", dialect=VERL)
 
 
 def test_every_key_can_be_explained() -> None:
     keys = [info.key for tree in TREES.values() for info in leaves(tree.root).values()]
     for key in keys[::17]:
-        assert explain(key).startswith(key)
+        assert explain(key, dialect=VERL).startswith(key)
 
 
 def test_check_accepts_a_good_file_and_lists_its_notes(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     actor = "{shuffle: true, ulysses_sequence_parallel_size: 2}"
     file.write_text(f"trainer: {{seed: 2}}\nactor_rollout_ref: {{actor: {actor}}}\n")
-    code, text = check(file)
+    code, text = check(file, dialect=VERL)
     assert code == 0
     assert text.startswith(f"{file}: fine, a ppo_trainer config that sets 3 keys\n- ")
 
@@ -214,7 +215,7 @@ def test_check_has_no_note_about_the_defaults_in_a_saved_config(
     file = tmp_path / "config.yaml"
     config = config_to_dict(load_config(changed, config_name=tree))
     file.write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
-    code, text = check(file, check_plan)
+    code, text = check(file, check_plan, VERL_KEYS)
     assert code == 0
     assert f"fine, a {tree} config" in text
     assert len(text.splitlines()) == 1 + notes
@@ -229,7 +230,7 @@ def test_a_neutral_key_is_noted_unless_its_value_equals_what_hone_does() -> None
 def test_check_reports_every_problem(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("trainer: {sed: 2}\ndata: {shufle: true}\n")
-    code, text = check(file)
+    code, text = check(file, dialect=VERL)
     assert code == 1
     assert "2 problem(s)" in text
     assert "Did you mean 'shuffle'? (mine.yaml)" in text
@@ -238,9 +239,9 @@ def test_check_reports_every_problem(tmp_path: Path) -> None:
 def test_check_recognises_the_tree_of_a_file(tmp_path: Path) -> None:
     file = tmp_path / "warm.yaml"
     file.write_text("model: {partial_pretrain: m}\noptim: {lr: 1e-4}\ndata: {max_length: 12}\n")
-    assert "a sft_trainer config" in check(file)[1]
+    assert "a sft_trainer config" in check(file, dialect=VERL)[1]
 
 
 @pytest.mark.parametrize("name", ["missing.yaml", "notes.txt"])
 def test_check_reports_a_missing_file_and_another_format(tmp_path: Path, name: str) -> None:
-    assert check(tmp_path / name)[0] == 1
+    assert check(tmp_path / name, dialect=VERL)[0] == 1

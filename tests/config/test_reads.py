@@ -13,10 +13,11 @@ from typing import Any
 import pytest
 
 import hone
-from hone.config import config_to_dict, load_config
+from hone.config import config_to_dict
 from hone.config.keys import leaves
-from hone.config.states import matches_pattern
 from hone.config.trees import TREES
+from hone.verl.dialect import load_config
+from hone.verl.rules import matches_pattern
 
 from .key_runs import RUNS, prepare
 from .recorder import Recorder, recording

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.config.keys import leaves, resolve, resolve_with_omegaconf
 from hone.config.trees import TREES
+from hone.verl.dialect import load_config
 
 
 @pytest.mark.parametrize("name", sorted(TREES))

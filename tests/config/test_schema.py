@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, PPOTrainerConfig, config_to_dict, load_config
+from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
 from hone.config.apply import compose_settings
 from hone.config.errors import ConfigError as SameError
 from hone.config.keys import leaves as keys_of
 from hone.config.sources import Setting
 from hone.config.trees import TREES
+from hone.verl.dialect import VERL_KEYS, load_config
 
 from .verl_keys import NEWER_KEYS, VERL_TREE, leaves
 
@@ -24,7 +25,7 @@ VERL = [*leaves(VERL_TREE), *NEWER_KEYS.items()]
 
 def problems_of(settings: list[Setting]) -> list[str]:
     try:
-        compose_settings(TREES["ppo_trainer"], settings)
+        compose_settings(TREES["ppo_trainer"], settings, dialect=VERL_KEYS)
     except ConfigError as error:
         return error.problems
     return []
@@ -49,7 +50,10 @@ def test_every_default_may_be_written_out(name: str) -> None:
     settings = [
         Setting(info.key, info.default, "file.yaml") for info in keys_of(tree.root).values()
     ]
-    assert compose_settings(tree, settings).config == compose_settings(tree, []).config
+    assert (
+        compose_settings(tree, settings, dialect=VERL_KEYS).config
+        == compose_settings(tree, []).config
+    )
 
 
 @pytest.mark.parametrize("name", sorted(TREES))
@@ -90,7 +94,7 @@ def test_an_error_survives_pickling_with_its_problems() -> None:
 def test_a_plain_dict_of_a_config_loads_back_to_the_same_config() -> None:
     config = load_config(["trainer.seed=7", "data.train_files=[a,b]"])
     settings = [Setting(k, v, "resolved.yaml") for k, v in leaves(config_to_dict(config))]
-    assert compose_settings(TREES["ppo_trainer"], settings).config == config
+    assert compose_settings(TREES["ppo_trainer"], settings, dialect=VERL_KEYS).config == config
 
 
 def test_defaults_start_on_the_machine_at_hand() -> None:

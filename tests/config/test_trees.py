@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import ConfigError, compose, load_config
+from hone.config import ConfigError
+from hone.verl.dialect import compose, load_config
 
 SFT_CASES: list[tuple[list[str], str, list[str]]] = [
     (

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.config import compose, load_config
+from hone.verl.dialect import compose, load_config
 
 USER_DOCS = Path(__file__).resolve().parents[3] / "shared" / "user_docs"
 ROOTS = "actor_rollout_ref|algorithm|critic|custom_reward_function|data|reward_model|tool_config_path|trainer"

@@ -15,6 +15,7 @@ from hone.config import ConfigError
 from hone.config.apply import ComposedConfig, compose_settings
 from hone.config.sources import read_config
 from hone.config.trees import TREES
+from hone.verl.dialect import VERL_KEYS
 
 FOLDER = Path(os.environ.get("HONE_VERL_TREES", "/nowhere"))
 NOT_BUILT = ("fully_async", "one_step_off", "transfer_queue")
@@ -106,10 +107,10 @@ actor: {strategy: fsdp, fsdp_config: {fsdp_size: -1}}
 
 
 def read(file: Path) -> ComposedConfig:
-    named, settings = read_config(file.stem, [file.parent], [])
+    named, settings = read_config(file.stem, [file.parent], [], VERL_KEYS)
     kinds = {"sft": "sft_trainer", "generation": "generation", "evaluation": "evaluation"}
     guess = next((tree for word, tree in kinds.items() if word in file.stem), "ppo_trainer")
-    return compose_settings(TREES[named or guess], settings)
+    return compose_settings(TREES[named or guess], settings, dialect=VERL_KEYS)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_a_token_of_the_user_is_used(
 
 
 def test_ray_starts_with_the_options_of_ray_init(inits: list[dict[str, Any]]) -> None:
-    from hone.config import load_config
+    from hone.verl.dialect import load_config
 
     config = load_config(
         ["ray_kwargs.ray_init.num_cpus=3", "ray_kwargs.ray_init.runtime_env={env_vars: {A: b}}"]

@@ -7,10 +7,11 @@ from collections import Counter
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.engine.contract import Mesh
 from hone.engine.mesh import check_sequence_parallel, mesh_for_rank
 from hone.models.families import UnsupportedModel
+from hone.verl.dialect import load_config
 
 
 @pytest.mark.parametrize(("world", "sequence", "tensor"), [(1, 1, 1), (4, 2, 1), (8, 2, 2)])

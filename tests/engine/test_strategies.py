@@ -7,7 +7,7 @@ import json
 import pytest
 import torch
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.config.engine import FSDPConfig
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, Mesh
@@ -15,6 +15,7 @@ from hone.engine.engine import Engine
 from hone.ops.rows import MicroBatchRule
 from hone.plugins import PluginError
 from hone.trainer.main_ppo import run
+from hone.verl.dialect import load_config
 from tests.engine import outside_engine
 from tests.engine.outside_engine import HalfAnEngine, PlainEngine
 from tests.workers.tasks import config_of, write_model

@@ -10,12 +10,12 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.protocol import DataProto
 from hone.rewards import load_reward_manager
 from hone.tracking import read_metrics
 from hone.trainer.main_ppo import run
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.verl.dialect import load_config
 
 
 @pytest.fixture

@@ -10,10 +10,10 @@ import pytest
 
 from hone.agents.contract import ServerManager
 from hone.agents.loop_names import loop_arguments
-from hone.config import load_config
 from hone.models.tiny import character_tokenizer
 from hone.plugins import load_object
 from hone.rollout.scripted import ScriptedRollout
+from hone.verl.dialect import load_config
 
 pytest.importorskip("langgraph", reason="pip install langgraph")
 

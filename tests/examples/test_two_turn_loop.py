@@ -14,7 +14,6 @@ from torch import Tensor
 
 from hone.agents.contract import ServerManager
 from hone.agents.loop_names import loop_arguments
-from hone.config import load_config
 from hone.engine.engine import Engine
 from hone.models.load import load_tokenizer
 from hone.models.tiny import character_tokenizer
@@ -24,6 +23,7 @@ from hone.rollout.scripted import ScriptedRollout
 from hone.tracking import read_metrics
 from hone.trainer.main_ppo import run
 from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.dialect import load_config
 from hone.workers.actor import PolicyObjective
 
 Command = Callable[..., list[str]]

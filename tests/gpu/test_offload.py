@@ -103,10 +103,10 @@ def test_the_native_rollout_decodes_the_same_after_its_policy_was_offloaded(tmp_
     import asyncio
 
     from hone.agents.loop_thread import run_with_engine
-    from hone.config import load_config
     from hone.models.tiny import character_tokenizer
     from hone.rollout.build import build_rollout
     from hone.rollout.contract import RolloutSpec, Sampling
+    from hone.verl.dialect import load_config
 
     tokenizer = character_tokenizer()
     rollout = load_config(

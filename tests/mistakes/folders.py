@@ -49,9 +49,10 @@ def used_folder(root: Path) -> None:
     """What a GRPO run over `rows.jsonl` leaves, without its weights."""
     import yaml  # type: ignore[import-untyped]
 
-    from hone.config import config_to_dict, load_config
+    from hone.config import config_to_dict
     from hone.data.dataset import RLHFDataset
     from hone.models.load import load_tokenizer
+    from hone.verl.dialect import load_config
 
     step = root / "run" / "global_step_1"
     (step / "actor").mkdir(parents=True)

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.trainer.ppo.plan import Plan
+from hone.verl.dialect import load_config
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "pure"
 

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from hone.agents.loops.search import INFORMATION_END, INFORMATION_START, read_action
-from hone.config import compose
 from hone.controller.worker import free_port
 from hone.rewards.scores.qa_em_format import is_valid_sequence
+from hone.verl.dialect import compose
 
 FOLDER = Path(__file__).resolve().parents[2] / "recipes" / "search_r1"
 

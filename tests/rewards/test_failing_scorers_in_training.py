@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.rewards.failures import RewardError
 from hone.rewards.scorer import ScorerSignatureError
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tracking import read_metrics
 from hone.trainer.ppo.preflight import PreflightError
+from hone.verl.dialect import load_config
 
 SCORER = """
 import os

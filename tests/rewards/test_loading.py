@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.plugins import PluginError
 from hone.protocol import DataProto
 from hone.rewards import compute_reward, load_reward_manager, loading
@@ -17,6 +16,7 @@ from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
 from hone.rewards.scorer import ScorerInput, ScorerSignatureError
 from hone.rewards.scores import table
+from hone.verl.dialect import load_config
 
 MakeBatch = Callable[..., DataProto]
 

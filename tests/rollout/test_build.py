@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import ConfigError, compose, load_config, replace
+from hone.config import ConfigError, replace
 from hone.plugins import PluginError
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec
 from hone.rollout.hf import HFRollout
 from hone.rollout.native.engine import NativeRollout
 from hone.trainer.command_line import check_plan
+from hone.verl.dialect import compose, load_config
 
 from .models import EOS, TOKENIZER, policy
 

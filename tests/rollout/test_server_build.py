@@ -14,7 +14,6 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from benchmarks.families.tiny import tiny_config
-from hone.config import compose, load_config
 from hone.models.load import load_causal_lm
 from hone.models.lora import AdapterSettings, adapter_weights, merged_weights, wrap_lora
 from hone.models.policy import PolicyModel
@@ -22,6 +21,7 @@ from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.server_build import server_urls
+from hone.verl.dialect import compose, load_config
 
 from .contract_server import ContractServer
 from .models import TOKENIZER, policy, trainer_log_probs

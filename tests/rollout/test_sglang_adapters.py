@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 from peft import LoraConfig, get_peft_model
 
-from hone.config import load_config
 from hone.models.policy import PolicyModel
 from hone.rollout.server_build import lora_server_arguments, peft_model_for_adapters
 from hone.rollout.sglang_process import command_and_environment
+from hone.verl.dialect import load_config
 
 from .fake_sglang.sglang.launch_server import parser
 from .models import policy

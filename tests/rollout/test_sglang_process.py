@@ -16,12 +16,12 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.models.tiny import save_pretrained
 from hone.rollout.build import build_rollout
 from hone.rollout.contract import RolloutError, RolloutSpec, Sampling
 from hone.rollout.server import ServerRollout
 from hone.rollout.sglang_process import LaunchedSGLang, command_and_environment
+from hone.verl.dialect import load_config
 
 from .models import TOKENIZER, policy, trainer_log_probs
 from .opened_servers import PROMPT, updated

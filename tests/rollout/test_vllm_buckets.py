@@ -12,12 +12,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from hone.config import load_config
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.rollout.contract import RolloutEngine, RolloutError, RolloutSpec, Sampling
 from hone.rollout.server_weights import fill_buckets, split_experts
 from hone.rollout.vllm_build import build_vllm
+from hone.verl.dialect import load_config
 
 from . import models
 from .models import EOS, POSITIONS, TOKENIZER, VOCABULARY

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_build import build_vllm, make_environment, make_launch_arguments
 from hone.rollout.vllm_process import EngineProcess
+from hone.verl.dialect import load_config
 
 from .models import EOS, TOKENIZER, policy
 from .vllm_factory import SHAPE, vllm, vllm_python

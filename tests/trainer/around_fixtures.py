@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from hone.config import load_config
 from hone.config.sft import SFTConfig
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
+from hone.verl.dialect import load_config
 
 MARKED_TEMPLATE = (
     "{% for message in messages %}{{ message['role'][0] + ':' + message['content'] }}"

@@ -84,8 +84,8 @@ class Nursery:
 
 
 def _train(overrides: list[str]) -> None:
-    from hone.config import load_config
     from hone.trainer.main_ppo import run
+    from hone.verl.dialect import load_config
 
     run(load_config(overrides))
 

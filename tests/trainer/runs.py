@@ -15,8 +15,8 @@ from typing import Any
 
 import pyarrow.parquet as pq
 
-from hone.config import load_config
 from hone.tracking import read_metrics
+from hone.verl.dialect import load_config
 
 ALPHABET = "abcdefghijklmnopqrstuvwx0123456789+=: \n"
 REWARDS = Path(__file__).with_name("rewards.py")

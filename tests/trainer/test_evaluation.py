@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.config import ConfigError, load_config, replace
+from hone.config import ConfigError, replace
 from hone.config.generation import EvaluationMetricsConfig
 from hone.data.rows import DataError
 from hone.rewards.failures import Scored
@@ -30,6 +30,7 @@ from hone.trainer.evaluation import (
     extract_answer,
     summarize,
 )
+from hone.verl.dialect import load_config
 
 from .around_fixtures import prompts, write_jsonl
 

@@ -14,7 +14,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from hone import cli
-from hone.config import load_config
 from hone.config.engine import FSDPConfig
 from hone.config.model import ModelConfig
 from hone.data.files import remote_files
@@ -28,6 +27,7 @@ from hone.tracking.manifest import MANIFEST, write_manifest
 from hone.trainer import export as module
 from hone.trainer import main_sft
 from hone.trainer.export import ExportError, export, find_model_folder
+from hone.verl.dialect import load_config
 
 from .around_fixtures import sums, tiny_model, write_jsonl
 

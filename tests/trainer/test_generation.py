@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import ConfigError, load_config, replace
+from hone.config import ConfigError, replace
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError
 from hone.rollout.contract import RolloutError, Sampling, TokenOutput
@@ -27,6 +27,7 @@ from hone.trainer import main_generation
 from hone.trainer.generation import Generation, build_engine, respond
 from hone.trainer.job_files import GenerationError, JobFiles
 from hone.trainer.ranks import Ranks
+from hone.verl.dialect import load_config
 
 from .around_fixtures import prompts, tiny_model, write_jsonl
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, write_parquet
 from hone.tracking.console import screen
 from hone.trainer import command_line, main_eval, main_generation
+from hone.verl.dialect import load_config
 
 from .around_fixtures import prompts, tiny_model
 

@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, PPOTrainerConfig, load_config
+from hone.config import ConfigError, PPOTrainerConfig
 from hone.config.trainer import GlobalProfilerConfig
 from hone.trainer import main_ppo
+from hone.verl.dialect import load_config
 
 
 def test_a_program_starts_again_under_nsys(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from hone import cli
-from hone.config import ConfigError, load_config, replace
+from hone.config import ConfigError, replace
 from hone.config.sft import PRMConfig
 from hone.data.files import remote_files
 from hone.models.load import UnsupportedModel, load_classifier
@@ -19,6 +19,7 @@ from hone.trainer import main_prm
 from hone.trainer.ranks import Ranks, launch
 from hone.trainer.sft.run import SFTRun
 from hone.trainer.sft.tasks import StepTask
+from hone.verl.dialect import load_config
 
 from .around_fixtures import tiny_model, write_jsonl
 from .test_sft import numbers

@@ -13,12 +13,12 @@ import pytest
 import torch
 
 from hone import cli
-from hone.config import load_config
 from hone.data.rows import DataError, write_parquet
 from hone.models.load import load_classifier
 from hone.models.paths import resolve_model_path
 from hone.trainer import main_rm
 from hone.trainer.ranks import launch
+from hone.verl.dialect import load_config
 
 from .around_fixtures import tiny_model, write_jsonl
 from .test_sft import numbers

@@ -12,8 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from hone import cli
-from hone.config import compose
 from hone.trainer import main_ppo, quickstart
+from hone.verl.dialect import compose
 
 
 @pytest.fixture

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import load_config
 from hone.controller.failures import WorkerDied
+from hone.verl.dialect import load_config
 
 from .runs import ALPHABET, Run, Task, opened
 

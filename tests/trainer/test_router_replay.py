@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.models.families import UnsupportedModel
+from hone.verl.dialect import load_config
 
 from .runs import Run, make_mixture
 

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking import read_metrics
 from hone.trainer.main_ppo import main, run
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.verl.dialect import load_config
 from tests.retrieval.passages import Retriever
 
 ACTIONS = [*(f"<search> Italy {n} </search>" for n in range(9)), "<answer> Rome </answer>"]

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from hone.config import compose
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.tracking.console import screen
 from hone.trainer import main_ppo
 from hone.trainer.config_notes import STARTING_VALUES_ORIGIN, print_config_notes
 from hone.trainer.starting_values import LEARNING_RATES, starting_values
+from hone.verl.dialect import compose
 
 
 @pytest.fixture(scope="module")

@@ -10,9 +10,10 @@ import pytest
 import torch
 import yaml
 
-from hone.config import compose, replace
+from hone.config import replace
 from hone.trainer import threads
 from hone.trainer.threads import busy_warning, resolve_threads
+from hone.verl.dialect import compose
 
 from .runs import Run
 

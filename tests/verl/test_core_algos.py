@@ -11,9 +11,9 @@ import torch
 
 from hone.algorithms import advantages, policy_losses
 from hone.algorithms.policy_losses.policy_loss import BatchCounts, agg_loss, batch_counts
-from hone.config import load_config
 from hone.protocol import DataProto
 from hone.verl import core_algos
+from hone.verl.dialect import load_config
 from tests.algorithms.advantages.batches import CONFIG, batch
 from tests.algorithms.advantages.references import REFERENCES
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.controller import ClassWithInitArgs, LocalWorkerGroup, ResourcePool, WorkerGroup
 from hone.models.load import load_tokenizer
 from hone.protocol import DataProto
 from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.dialect import load_config
 from hone.verl.ray_trainer import apply_kl_penalty, compute_advantage
 from hone.workers.critic import CriticWorker
 from tests.trainer.runs import Task, make_task

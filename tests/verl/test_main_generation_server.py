@@ -7,7 +7,8 @@ from pathlib import Path
 import pyarrow.parquet as pq
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
+from hone.verl.dialect import load_config
 from hone.verl.main_generation_server import generation_config, main
 from tests.trainer.runs import Task
 

@@ -11,10 +11,10 @@ from hone import program_dialect
 from hone.config import ComposedConfig, ConfigError, compose, config_to_dict
 from hone.config.convert import to_plain
 from hone.config.keys import get, leaves
-from hone.config.states import matches_pattern, new_name
 from hone.config.trees import PPOTrainerConfig
 from hone.trainer.command_line import compose_arguments
 from hone.trainer.starting_values import starting_values
+from hone.verl.rules import matches_pattern, new_name
 
 from .tree_defaults import DEFAULTS, HONES_OWN, SCRIPT_VALUES, SCRIPTS, Values
 
@@ -106,7 +106,7 @@ def test_a_tree_is_known_by_its_own_keys(overrides: list[str], title: str) -> No
 
 
 def test_a_tree_is_known_by_its_program() -> None:
-    from hone.compat_programs import PROGRAMS
+    from hone.verl.programs import PROGRAMS
 
     module, *arguments = PROGRAMS["hone.trainer.main_ppo_format"].split()
     assert module == "hone.trainer.main_ppo"

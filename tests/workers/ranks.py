@@ -10,10 +10,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from hone.config import load_config
 from hone.controller.worker import Placement, use_placement
 from hone.protocol import DataProto
 from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.dialect import load_config
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 
 from .tasks import RESPONSE, config_of, prompts

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from hone.agents.collate import object_array
-from hone.config import PPOTrainerConfig, load_config
+from hone.config import PPOTrainerConfig
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.protocol import DataProto
+from hone.verl.dialect import load_config
 
 RESPONSE = 6
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import load_config
 from hone.event_loop import run_coroutine
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import Failed
+from hone.verl.dialect import load_config
 from hone.workers.judge import JudgeWorker, JudgeWorkerClient
 
 ALPHABET = "abcdefgh0123456789+= \n:ua"

@@ -11,11 +11,11 @@ import torch
 
 from hone.algorithms.policy_losses import TABLE
 from hone.algorithms.policy_losses.policy_loss import BatchCounts, agg_loss, batch_counts
-from hone.config import load_config
 from hone.config.actor import CriticConfig
 from hone.config.algorithm import RolloutCorrectionConfig
 from hone.plugins import PluginError
 from hone.protocol import DataProto
+from hone.verl.dialect import load_config
 from hone.workers.actor import PolicyObjective, mean_metrics, minibatches
 from hone.workers.critic import ValueObjective
 from hone.workers.objectives import PairObjective, StepObjective

@@ -13,7 +13,7 @@ import torch
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopOutput
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.config.reward import RewardModelConfig
 from hone.controller.worker import free_port
 from hone.data.response_steps import TokenTextSplitter
@@ -22,6 +22,7 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.trainer.ppo.credit import score
+from hone.verl.dialect import load_config
 from hone.workers.process_reward_model import ProcessRewardModelWorker
 from tests.algorithms.advantages.references import pure_reference, whiten
 from tests.data.tokenizers_of_bytes import byte_level_tokenizer, piece_tokenizer

@@ -10,11 +10,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from hone.config import load_config
 from hone.engine import offload
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
+from hone.verl.dialect import load_config
 from hone.workers.reward_model import RewardModelWorker
 
 ALPHABET = "abcdefgh0123456789+= \n:ua"

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import load_config
 from hone.tracking.manifest import FolderNotShared
+from hone.verl.dialect import load_config
 from hone.workers.train_worker import TrainWorker, full_config
 from tests.workers.tasks import config_of
 

@@ -27,8 +27,8 @@ from hone.config import ConfigError, PPOTrainerConfig, replace
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.block import Block
 from hone.config.checks import mesh_problems
+from hone.config.conditions import lines_per_sentence
 from hone.config.keys import get
-from hone.config.states import lines_per_sentence
 from hone.models.from_config import import_external
 from hone.plugins import PluginError, Table, needed_columns
 from hone.rewards.managers.registry import MANAGERS

@@ -197,9 +197,9 @@ def test_the_first_closed_action_counts(turn: str, action: Action | None) -> Non
 
 def test_two_steps_of_grpo_with_a_real_retriever(tmp_path: Path, retriever: Retriever) -> None:
     """Some tokens are whole actions, so that a random policy searches and answers."""
-    from hone.config import load_config
     from hone.tracking import read_metrics
     from hone.trainer.main_ppo import run
+    from hone.verl.dialect import load_config
 
     tokenizer = character_tokenizer(words=[SEARCH, "<search> Seine </search>", ANSWER])
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3), tokenizer, tmp_path / "m")

@@ -346,10 +346,10 @@ def test_a_real_run_calls_its_tool_and_learns_only_from_what_it_wrote(
     """GRPO with a tool; some tokens of the vocabulary are whole calls."""
     import pyarrow.parquet as pq
 
-    from hone.config import load_config
     from hone.models.tiny import save_pretrained, tiny_lm
     from hone.tracking import read_metrics
     from hone.trainer.main_ppo import run
+    from hone.verl.dialect import load_config
 
     tokenizer = character_tokenizer(words=[call_text(str(n)) for n in range(40, 70)])
     save_pretrained(tiny_lm(len(tokenizer), hidden=32, mlp=48, seed=3), tokenizer, tmp_path / "m")

@@ -9,7 +9,7 @@ import torch
 
 from hone.algorithms.policy_losses import get_policy_loss_fn
 from hone.algorithms.policy_losses.policy_loss import Tokens, log_prob_gap_metrics
-from hone.config import load_config
+from hone.verl.dialect import load_config
 from tests.algorithms.policy_losses.one_token import CFG, one
 
 

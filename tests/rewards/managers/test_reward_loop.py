@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from omegaconf import OmegaConf
 
-from hone.config import load_config
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError, WrongSetting
 from hone.rewards.loading import load_reward_manager
@@ -20,6 +19,7 @@ from hone.rewards.managers.reward_loop import (
     RewardManagerBase,
 )
 from hone.rewards.scorer import ScorerSignatureError
+from hone.verl.dialect import load_config
 
 MakeBatch = Callable[..., DataProto]
 

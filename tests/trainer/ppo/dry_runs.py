@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.trainer import main_ppo
 from hone.trainer.ppo.preflight import PreflightError
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.verl.dialect import load_config
 
 from ..runs import Task, task_row
 

@@ -123,8 +123,8 @@ def test_the_length_filter_counts_a_loops_instructions_row_by_row(
     task: Task, tmp_path: Path
 ) -> None:
     """Rows of two loops and of both formats, with prompts of one length: those with instructions go."""
-    from hone.config import load_config
     from hone.trainer.ppo.preflight import prepare
+    from hone.verl.dialect import load_config
 
     plain = {"tool_config": {"tool_format": "function_calling"}}
     empty = {"tool_config": {"available_tools": []}}
@@ -152,8 +152,8 @@ def test_the_length_filter_counts_a_loops_instructions_row_by_row(
 
 def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path: Path) -> None:
     """The fingerprint that a checkpoint compares is that of the rows that remain."""
-    from hone.config import load_config
     from hone.trainer.ppo.preflight import prepare
+    from hone.verl.dialect import load_config
 
     rows = [task_row(i, 5, prompt="1" * (1 + 40 * (i % 2))) for i in range(12)]
     file = tmp_path / "rows.jsonl"
@@ -180,8 +180,8 @@ def test_the_filter_leaves_the_same_rows_when_a_run_resumes(task: Task, tmp_path
 def test_prompts_that_are_too_long_with_their_tools_are_one_of_several_problems(
     task: Task, tmp_path: Path
 ) -> None:
-    from hone.config import load_config
     from hone.trainer.ppo.preflight import PreflightError, prepare
+    from hone.verl.dialect import load_config
 
     overrides = [
         REACT,

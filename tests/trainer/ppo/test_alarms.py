@@ -14,11 +14,12 @@ import torch
 
 from benchmarks import alarm_tasks
 from benchmarks import alarms as benchmark
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
 from hone.trainer.ppo.alarms import RULES, TRUE_SCORE_METRIC, Alarms, AlarmsRaised
 from hone.trainer.ppo.checkpoint import prune
+from hone.verl.dialect import load_config
 
 from ..runs import Run
 

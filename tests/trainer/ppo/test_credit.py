@@ -157,8 +157,8 @@ def test_warming_up_the_critic_leaves_the_actor_alone(train: Callable[..., Run])
 
 
 def test_both_schedules_end_with_the_run_also_after_a_warm_up(task: Task, tmp_path: Path) -> None:
-    from hone.config import load_config
     from hone.trainer.ppo.plan import set_schedule_lengths
+    from hone.verl.dialect import load_config
 
     ppo = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=3")
     config = load_config(task.overrides(tmp_path, *ppo))

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from hone import cli
-from hone.config import load_config
 from hone.controller import ray_start
 from hone.trainer.ppo.device_check import device_problem
+from hone.verl.dialect import load_config
 
 from ..runs import Task
 from .dry_runs import no_models, problems_of  # noqa: F401

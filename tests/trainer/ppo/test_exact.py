@@ -8,9 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.models.tiny import character_tokenizer, save_pretrained, tiny_lm
 from hone.rollout.contract import RolloutError
+from hone.verl.dialect import load_config
 
 from ..runs import ALPHABET, REWARDS, Run, Task, task_row
 

@@ -8,12 +8,13 @@ import pytest
 import torch
 
 from hone.agents.collate import TRAJECTORY_ROW
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
 from hone.trainer.ppo.plan import Plan
+from hone.verl.dialect import load_config
 
 from ..runs import Run, Task
 

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from hone.config import load_config
 from hone.data.create import create_run_dataset
 from hone.models.load import load_tokenizer
 from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.trainer.ppo.managers import load_validation_manager
+from hone.verl.dialect import load_config
 
 from ..runs import Task
 from .test_resuming_another_run import any_trainer

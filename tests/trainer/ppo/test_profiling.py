@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from hone import cli
-from hone.config import load_config
 from hone.controller import Role, profiling
 from hone.trainer.ppo.profiling import profiled_ranks
+from hone.verl.dialect import load_config
 
 from ..runs import Task
 

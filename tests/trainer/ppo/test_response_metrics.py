@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import PPOTrainerConfig, load_config
+from hone.config import PPOTrainerConfig
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.protocol.rows import object_array
@@ -20,6 +20,7 @@ from hone.trainer.ppo.response_metrics import (
     response_metrics,
 )
 from hone.trainer.ppo.selection import keep_mask
+from hone.verl.dialect import load_config
 
 from ..runs import Run
 

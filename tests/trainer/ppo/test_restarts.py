@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 
-from hone.config import ConfigError, PPOTrainerConfig, load_config
+from hone.config import ConfigError, PPOTrainerConfig
 from hone.controller.failures import ClusterFailed, NodeLost, WorkerProcess
 from hone.trainer.interrupt import SIGNAL_NAMES
 from hone.trainer.ppo import restarts
+from hone.verl.dialect import load_config
 
 pytest.importorskip("ray")
 

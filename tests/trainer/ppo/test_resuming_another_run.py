@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from hone import cli
-from hone.config import config_to_dict, load_config
+from hone.config import config_to_dict
 from hone.trainer.ppo.checkpoint import PPO_KEYS, STATE_FILE, changed_settings
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.verl.dialect import load_config
 
 from ..runs import Task
 

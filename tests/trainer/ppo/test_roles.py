@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from hone.config import load_config
 from hone.controller import LocalWorkerGroup, Role, WorkerGroup
 from hone.controller.progress import report_progress
 from hone.tracking.console import Bar
 from hone.trainer.ppo import roles
 from hone.trainer.ppo.plan import Plan
+from hone.verl.dialect import load_config
 
 
 class Group:

@@ -70,11 +70,11 @@ def test_scores_and_advantages_can_be_computed_again(train: Callable[..., Run]) 
 
 def test_a_response_can_be_drawn_again_from_its_seed(train: Callable[..., Run], task: Task) -> None:
     from hone.agents.loop_thread import run_with_engine
-    from hone.config import load_config
     from hone.models.load import eos_ids, load_causal_lm, load_tokenizer
     from hone.models.policy import PolicyModel
     from hone.rollout.build import build_rollout
     from hone.rollout.contract import RolloutSpec, Sampling
+    from hone.verl.dialect import load_config
 
     run = train("trainer.total_training_steps=1")
     config = load_config(task.overrides(run.folder)).actor_rollout_ref.rollout

@@ -50,10 +50,10 @@ def test_measuring_ends_when_enough_prompts_are_too_long(task: Task, tmp_path: P
 
 def test_an_agent_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from hone.agents.loop_names import LoopNames
-    from hone.config import load_config
     from hone.data.create import create_run_dataset
     from hone.models.tiny import character_tokenizer
     from hone.trainer.ppo.row_checks import check_rows
+    from hone.verl.dialect import load_config
 
     names: list[object] = []
     plain = LoopNames.name_of_row

@@ -14,7 +14,6 @@ import torch
 from aiohttp import web
 from rewards.scoring_server import ScoringServer, by_length, digits_judge
 
-from hone.config import load_config
 from hone.config.reward import RewardModelConfig
 from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
@@ -26,6 +25,7 @@ from hone.rewards.failures import RewardError
 from hone.trainer.ppo.credit import score
 from hone.trainer.ppo.row_checks import check_columns, check_media
 from hone.trainer.ppo.trainer import PPOTrainer
+from hone.verl.dialect import load_config
 
 from .. import rewards
 from ..runs import ALPHABET, Run, Task, scored_text, task_row

@@ -13,9 +13,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hone.config import load_config
 from hone.protocol import DataProto
 from hone.trainer.ppo.selection import DynamicSampling, NotEnoughSignal
+from hone.verl.dialect import load_config
 
 from ..runs import Run, Task, task_row
 

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 import torch
 
-from hone.config import load_config
 from hone.rewards.scores.table import UnknownSourceError
 from hone.trainer.ppo.memory import OutOfMemory
+from hone.verl.dialect import load_config
 
 from ..runs import Run, Task, opened, task_row
 

@@ -8,17 +8,12 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import fields, replace
 
-from hone.config.convert import (
-    Value,
-    is_same_value,
-    parse_pairs,
-    parse_scalars,
-    read_rules,
-    show_value,
-)
+from hone.config.conditions import ABSENT, condition_holds
+from hone.config.convert import parse_pairs, parse_scalars, read_rules
+from hone.config.dialect import Rule
 from hone.config.keys import leaves
 from hone.config.reward import RewardKwargs
 from hone.config.sources import Setting
@@ -26,11 +21,6 @@ from hone.config.trees import TREES
 from hone.suggestions import nearest
 from hone.types import JsonObject, JsonValue
 
-OFF_VALUES = (None, False, 0, -1, "", "none", "None", "disabled", "???")
-ABSENT = object()
-"""The value of an unset key in a condition."""
-_TERM = re.compile(r"(!?)([\w.]+)(?:(!=|<=|=|>)(.+))?")
-_VALUE = re.compile(r"\{([\w.]+)\}")
 _CELLS = {
     **dict.fromkeys(("refused", "neutral"), ("values", "why")),
     "replaced_values": ("values", "becomes", "why"),
@@ -40,54 +30,13 @@ _CELLS = {
 """The fields of `Rule` that the cells after the patterns fill, by section."""
 
 
-@dataclass(frozen=True)
-class Rule:
-    """A row of `rules.txt` for the keys that a pattern matches: `*` is one name, `**` any number of names."""
-
-    state: str
-    pattern: str
-    tree: str
-    """The tree of the keys; `*` is every tree."""
-    values: tuple[JsonValue, ...] = ()
-    """Values that the row applies to; for a neutral or refused key, the values that need no message."""
-    becomes: str = ""
-    """The replacement: a value, settings or a key."""
-    why: str = ""
-    where: str = ""
-    """The condition on other keys."""
-
-    def matches(self, value: JsonValue) -> bool:
-        """Returns whether the row applies to a value; words such as "off" and "any" match many."""
-        return is_one_of(value, self.values)
-
-    def __str__(self) -> str:
-        where = f" where {self.where}" if self.where else ""
-        return f"{', '.join(map(show_value, self.values))}{where} is {self.becomes or 'without effect'}"
-
-
-def is_off(value: JsonValue) -> bool:
-    """Returns whether a value disables a feature."""
-    if isinstance(value, Mapping | list | tuple):
-        return all(map(is_off, value.values() if isinstance(value, Mapping) else value))
-    return any(is_same_value(value, off) for off in OFF_VALUES)
-
-
-def is_one_of(value: JsonValue, words: tuple[JsonValue, ...]) -> bool:
-    """Returns whether a value is a word of `rules.txt`, or of the class that a word names (off, number …)."""
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    is_count = type(value) is int and value >= 1
-    is_of_class = {"any": True, "off": is_off(value), "number": is_number, "count": is_count}
-    is_of_class["count_or_zero"] = is_count or (type(value) is int and value == 0)
-    return any(is_of_class.get(str(word)) or is_same_value(value, word) for word in words)
-
-
 @functools.cache
 def rules(*states: str, tree: str = "") -> tuple[Rule, ...]:
     """Returns the rows of some sections, one per pattern, for one tree or for all trees."""
     rows: list[Rule] = []
     for state in states:
         default_tree = "ppo_trainer" if state in ("rewritten", "renamed") else "*"
-        for patterns, *texts in read_rules()[state]:
+        for patterns, *texts in read_rules(__package__)[state]:
             cells = dict(zip(_CELLS[state], texts, strict=True))
             values = parse_scalars(cells.pop("values", ""))
             for word in patterns.split():
@@ -129,22 +78,6 @@ def rules_of(key: str, *states: str, tree: str = "") -> list[Rule]:
 def rule_of(key: str, tree: str) -> Rule | None:
     """Returns the row that applies to a key without a field, or None."""
     return next(iter(rules_of(key, "refused", "neutral", tree=tree)), None)
-
-
-def lines_per_sentence(
-    notes: Iterable[tuple[str, str]], singular: str = "", plural: str = ""
-) -> list[str]:
-    """Returns one line per sentence of the notes (key, sentence), with the first three keys and the number of
-    further keys; `singular` follows a single key, and `plural` several."""
-    keys_by_sentence: dict[str, list[str]] = {}
-    for key, sentence in notes:
-        keys_by_sentence.setdefault(sentence, []).append(key)
-    lines = []
-    for sentence, keys in keys_by_sentence.items():
-        more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-        verb = singular if len(keys) == 1 else plural
-        lines.append(f"{', '.join(keys[:3])}{more}{verb}: {sentence}")
-    return lines
 
 
 Values = Mapping[str, JsonValue]
@@ -235,28 +168,6 @@ def _new_values(key: str, value: JsonValue, values: Values, tree: str) -> tuple[
         takes_count = str(rows[0].values[0]).startswith("count")
         raise ValueError("takes an integer" if takes_count else "takes true or false")
     return "", {}
-
-
-def fill_values(text: str, read: Callable[[str], Value]) -> str:
-    """Replaces each `{key}` in a text by the value of the key."""
-    return _VALUE.sub(lambda match: show_value(read(match[1])), text)
-
-
-def condition_holds(condition: str, read: Callable[[str], Value]) -> bool:
-    """Returns whether all terms hold: `key` is set, `!key` is not, `key=a,b`, `key!=a`, `key<=1`, `key>1`."""
-    for term in filter(None, fill_values(condition, read).split(" and ")):
-        match = _TERM.fullmatch(term)
-        assert match is not None, term
-        value, sign = read(match[2]), match[3]
-        if sign is None:
-            is_true = (value is ABSENT) == bool(match[1])
-        elif sign in ("<=", ">"):
-            is_true = isinstance(value, int | float) and (value > float(match[4])) == (sign == ">")
-        else:
-            is_true = is_one_of(value, parse_scalars(match[4])) == (sign == "=")
-        if not is_true:
-            return False
-    return True
 
 
 def other_names(tree: str) -> dict[str, str]:

@@ -4,17 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from hone.config import ConfigError, load_config
+from hone.config import ConfigError
+from hone.config.conditions import is_off, is_one_of, lines_per_sentence
 from hone.config.keys import leaves
-from hone.config.states import (
-    is_off,
-    is_one_of,
-    lines_per_sentence,
-    matches_pattern,
-    rule_of,
-    rules,
-)
 from hone.config.trees import TREES
+from hone.verl.dialect import load_config
+from hone.verl.rules import matches_pattern, rule_of, rules
 
 STATES = rules("refused", "neutral")
 
