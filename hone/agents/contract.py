@@ -10,7 +10,7 @@ import asyncio
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
 from uuid import uuid4
@@ -138,17 +138,18 @@ class ToolListWrap:
         self.tools = tools
 
 
+@dataclass(eq=False)
 class ServerManager:
     """The engine's client for one trajectory; each request has the trajectory's seed."""
 
-    def __init__(
-        self, engine: RolloutEngine, *, seed: int, max_tokens: int, max_model_len: int | None = None
-    ) -> None:
-        """`max_model_len` limits the tokens of prompt plus response of each request."""
-        self._engine = engine
-        self._seed = seed
-        self._max_tokens = max_tokens
-        self._max_model_len = max_model_len
+    engine: RolloutEngine
+    _: KW_ONLY
+    seed: int
+    max_tokens: int
+    max_model_len: int | None = None
+    """The limit of the tokens of prompt plus response of each request."""
+    priority: int = 0
+    """The priority of requests without their own; the oldest group has the lowest number."""
 
     async def generate(
         self,
@@ -161,21 +162,22 @@ class ServerManager:
         audio_data: Sequence[Fields] | None = None,
         mm_processor_kwargs: Settings | None = None,
         mm_processor_output: Sequence[Fields] | None = None,
-        priority: int = 0,
+        priority: int | None = None,
         on_tokens: OnTokens | None = None,
     ) -> TokenOutput:
         """Returns one completion; `on_tokens` is called with each sampled chunk of tokens."""
-        prompt_ids, max_tokens = ids_of(prompt_ids), self._max_tokens
-        if self._max_model_len is not None:
-            max_tokens = min(max_tokens, self._max_model_len - len(prompt_ids))
+        prompt_ids, max_tokens = ids_of(prompt_ids), self.max_tokens
+        if self.max_model_len is not None:
+            max_tokens = min(max_tokens, self.max_model_len - len(prompt_ids))
             if max_tokens < 1:  # the prompt fills the context
                 return TokenOutput([], stop_reason=StopReason.LENGTH)
-        sampling = Sampling.from_mapping(sampling_params, max_tokens=max_tokens, seed=self._seed)
+        sampling = Sampling.from_mapping(sampling_params, max_tokens=max_tokens, seed=self.seed)
         media = {"image": image_data, "video": video_data, "audio": audio_data}
-        return await self._engine.generate(
+        return await self.engine.generate(
             prompt_ids,
             sampling,
             request_id or uuid4().hex,
+            priority=self.priority if priority is None else priority,
             on_tokens=on_tokens,
             multi_modal_data={kind: data for kind, data in media.items() if data} or None,
         )

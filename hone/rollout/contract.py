@@ -185,6 +185,8 @@ class Traits:
     """Log-probs are computed before top-k, top-p and min-p, even if a request sets them."""
     pause_keeps_requests: bool = True
     """`pause(keep=True)` keeps running requests."""
+    orders_by_priority: bool = True
+    """Waiting requests start by priority; in other engines, in order of arrival."""
     multi_modal: bool = False
     loads_adapters: bool = False
     """`load` accepts LoRA tensors without the base weights; other engines need merged weights."""
@@ -243,10 +245,15 @@ class RolloutEngine(Protocol):
         sampling: Sampling,
         request_id: str,
         *,
+        priority: int = 0,
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
-        """Generates one response; waits while the engine is paused."""
+        """Generates one response; waits while the engine is paused.
+
+        If an engine cannot run all requests at once, the lowest `priority` starts first, ties in order of
+        arrival.
+        """
 
     async def abort(self, request_ids: Collection[str] | None = None) -> None:
         """Ends these requests, or all if None; they return their tokens so far. The engine keeps running."""

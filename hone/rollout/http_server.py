@@ -80,6 +80,8 @@ class HttpServer:
     """The advice to users whose server reports log-probs at temperature 1."""
     samples_by_position = honors_seeds = False
     """Whether the server has the traits of these names; see `Traits`."""
+    orders_by_priority = False
+    """Whether the server starts waiting requests by their priority."""
     started_by_hone = False
     """Whether hone started the server process, and so detects its restarts."""
     can_release_memory = False

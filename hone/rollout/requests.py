@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from bisect import insort
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -46,6 +47,10 @@ class Request:
     prompt_ids: list[int]
     sampling: Sampling
     request_id: str
+    priority: int = 0
+    """Requests with a lower number start first; ties start in order of arrival."""
+    start_key: tuple[int, ...] = ()
+    """Requests start in ascending order of this key, which `WaitingRequests.add` sets."""
     token_ids: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -126,6 +131,53 @@ def select(requests: Iterable[Request], request_ids: Collection[str] | None) -> 
     return [
         request for request in requests if request_ids is None or request.request_id in request_ids
     ]
+
+
+class WaitingRequests:
+    """The waiting requests of a core: the lowest priority starts first, ties in order of arrival.
+
+    Of requests that arrive together, the largest max_tokens starts first: otherwise a long request could
+    start last and then run alone in the batch.
+    """
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []  # the last starts first
+        self._num_added = self._num_batches = 0
+
+    def __len__(self) -> int:
+        return len(self._requests)
+
+    @property
+    def first(self) -> Request:
+        """The request that starts first."""
+        return self._requests[-1]
+
+    def pop(self) -> Request:
+        """Removes and returns the request that starts first."""
+        return self._requests.pop()
+
+    def add(self, request: Request) -> None:
+        """Adds a request that arrives."""
+        self._num_added += 1
+        length = request.sampling.max_tokens
+        request.start_key = (request.priority, self._num_batches, -length, self._num_added)
+        self.put_back(request)
+
+    def put_back(self, request: Request) -> None:
+        """Adds a request that has started before, at the place of its arrival."""
+        insort(self._requests, request, key=lambda r: tuple(-number for number in r.start_key))
+
+    def end_batch(self) -> None:
+        """Ends the batch of requests that arrive together."""
+        self._num_batches += 1
+
+    def abort(self, request_ids: Collection[str] | None) -> list[Request]:
+        """Aborts and removes the requests with these ids (None: all)."""
+        aborted = select(reversed(self._requests), request_ids)
+        for request in aborted:
+            request.stop_reason = StopReason.ABORT
+        self._requests = [r for r in self._requests if r.stop_reason is None]
+        return aborted
 
 
 @dataclass(frozen=True)
@@ -234,6 +286,7 @@ class RequestEngine:
         sampling: Sampling,
         request_id: str,
         *,
+        priority: int = 0,
         on_tokens: OnTokens | None = None,
         multi_modal_data: Settings | None = None,
     ) -> TokenOutput:
@@ -243,7 +296,8 @@ class RequestEngine:
                 "only text"
             )
         # The ids may be numpy numbers, which cannot be sent to other processes as JSON.
-        request = Request(list(map(int, prompt_ids)), sampling, request_id, on_tokens=on_tokens)
+        ids = list(map(int, prompt_ids))
+        request = Request(ids, sampling, request_id, int(priority), on_tokens=on_tokens)
         self._rules.check(request)
         self._check_sampling(sampling, request_id)
         return await self._decode_request(request)

@@ -87,10 +87,17 @@ class ServerRollout(StreamingEngine):
             honors_seeds=all(server.honors_seeds for server in self._servers),
             samples_by_position=all(server.samples_by_position for server in self._servers),
             batch_invariant=all(server.samples_by_position for server in self._servers),
+            orders_by_priority=all(server.orders_by_priority for server in self._servers),
             untruncated_log_probs=all(
                 server.log_probs_before_truncation for server in self._servers
             ),
         )
+        if not self.traits.orders_by_priority:
+            log.info(
+                "%s: requests start in order of arrival, because a server runs without priority scheduling "
+                "(see docs/engines.md)",
+                self.name,
+            )
 
     async def _connect(self, server: HttpServer) -> None:
         await server.wait_until_healthy()

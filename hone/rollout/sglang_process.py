@@ -137,6 +137,11 @@ def command_and_environment(
     for name in _RESERVED_ARGUMENTS:
         if name in config.engine_kwargs.sglang:
             raise RolloutError(f"rollout.engine_kwargs.sglang.{name} is set by hone; leave it out")
+    # SGLang refuses priorities with its other policies.
+    policy_has_priorities = config.engine_kwargs.sglang.get("schedule_policy", "fcfs") in (
+        "fcfs",
+        "lof",
+    )
     arguments: Settings = {
         "model_path": spec.model_path,
         "skip_tokenizer_init": True,
@@ -152,6 +157,8 @@ def command_and_environment(
         "max_running_requests": config.max_num_seqs,
         "disable_cuda_graph": config.enforce_eager,
         "disable_radix_cache": not config.enable_prefix_caching,
+        "enable_priority_scheduling": policy_has_priorities,
+        "schedule_low_priority_values_first": policy_has_priorities,
         **(lora_arguments or {}),
         **config.engine_kwargs.sglang,
     }

@@ -41,6 +41,8 @@ class SGLangServer(HttpServer):
     """The name of the adapter that requests use."""
 
     kind = "SGLang"
+    highest_priority_first = True
+    """Whether the server starts the request with the highest number first, SGLang's default."""
     can_read_weights = True
     """Whether updates are checked by values; False for adapters, or if the server has returned no weights."""
     log_prob_hint = "start it without SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -53,6 +55,8 @@ class SGLangServer(HttpServer):
             info.get("enable_deterministic_inference")
         )
         self.can_release_memory = bool(info.get("enable_memory_saver"))
+        self.orders_by_priority = bool(info.get("enable_priority_scheduling"))
+        self.highest_priority_first = not info.get("schedule_low_priority_values_first")
         await self.resume()  # a killed run may have left the server paused
         self.expected_version = await self.weight_version()
         await self.detect_log_prob_mode()
@@ -100,6 +104,9 @@ class SGLangServer(HttpServer):
         }
         if self.honors_seeds:
             body["sampling_params"]["sampling_seed"] = sampling.seed
+        if self.orders_by_priority:  # other servers refuse a priority
+            sign = -1 if self.highest_priority_first else 1
+            body["priority"] = sign * request.priority
         if self.adapter_name is not None:
             body["lora_path"] = self.adapter_name
         finished = False

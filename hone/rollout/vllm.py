@@ -100,7 +100,7 @@ class VLLMRollout(StreamingEngine):
         finished = False
         try:
             prompt = request.prompt_ids + request.token_ids
-            process.send("add", key=key, prompt=prompt, sampling=params)
+            process.send("add", key=key, prompt=prompt, sampling=params, priority=request.priority)
             while not finished:
                 item = await queue.get()
                 try:

@@ -172,6 +172,7 @@ def make_launch_arguments(
         "enable_prefix_caching": config.enable_prefix_caching,
         "tensor_parallel_size": tensor_parallel_size,
         "pipeline_parallel_size": pipeline_parallel_size,
+        "scheduling_policy": "priority",
         "generation_config": "vllm",
         "disable_log_stats": True,
         "seed": 0,

@@ -62,6 +62,8 @@ class VLLMServer(HttpServer):
             info = await self.call("/server_info?config_format=json", get=True)
             with self.wrap_parse_errors(info):
                 self.device_type = str(info["vllm_config"]["device_config"]["device"])
+                scheduler_config = info["vllm_config"].get("scheduler_config", {})
+                self.orders_by_priority = scheduler_config.get("policy") == "priority"
         await self.detect_log_prob_mode()
 
     # -- requests -------------------------------------------------------------------------------
@@ -88,6 +90,8 @@ class VLLMServer(HttpServer):
                 "logprobs": 0,
                 "seed": sampling.seed,
                 "ignore_eos": sampling.ignore_eos,
+                # Servers without priority scheduling refuse other priorities than 0.
+                "priority": request.priority if self.orders_by_priority else 0,
                 **vllm_sampling_params(request.request_id, sampling, self.eos_ids),
             },
         )

@@ -192,6 +192,7 @@ class Server:
                 ),
                 supported_tasks=engine.get_supported_tasks(),
                 lora_request=self._lora_request,
+                priority=frame["priority"],
             )
             engine.input_processor.assign_request_id(request)
             engine.engine_core.add_request(request)

@@ -49,3 +49,13 @@ def test_a_response_ends_where_the_model_length_ends(
     prompt = len(batch.batch["prompts"][0])
     assert tokenizer.decode(batch.batch["responses"][0]) == "x" * (17 - prompt)
     assert batch.non_tensor_batch["stop_reason"][0] == "length"
+
+
+def test_a_request_has_the_priority_of_its_trajectory_unless_it_names_its_own(
+    tokenizer: Any,
+) -> None:
+    engine = ScriptedRollout(["2", "3"], tokenizer=tokenizer)
+    manager = ServerManager(engine, seed=0, max_tokens=6, priority=4)
+    for own in ({}, {"priority": 0}):
+        asyncio.run(manager.generate("a", prompt_ids=[3], sampling_params={}, **own))
+    assert [request.priority for request in engine.requests] == [4, 0]

@@ -195,6 +195,7 @@ class ContractServer(Faults):
                 "max_lora_rank": self.max_lora_rank,
                 "lora_target_modules": self.lora_target_modules,
                 "enable_memory_saver": True,
+                "enable_priority_scheduling": True,
             }
         )
 
@@ -432,7 +433,11 @@ class ContractServer(Faults):
         deltas: asyncio.Queue[TokenDelta] = asyncio.Queue()
         job = asyncio.ensure_future(
             self.engine.generate(
-                body["input_ids"], self._sampling(body), body["rid"], on_tokens=deltas.put_nowait
+                body["input_ids"],
+                self._sampling(body),
+                body["rid"],
+                priority=-body["priority"],  # the highest number goes first
+                on_tokens=deltas.put_nowait,
             )
         )
         ids: list[int] = []

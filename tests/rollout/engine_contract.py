@@ -39,7 +39,9 @@ class Factory(ABC):
     engine_traits: Traits
     probes: frozenset[str] = frozenset()
     """`model`: decodes with a policy; `prefill`, `memory`: can be looked at; `bits`: log-probs have the
-    same bits in any batch."""
+    same bits in any batch; `queue`: at most `max_num_seqs` requests run at once."""
+    smallest_queue: int = 1
+    """The smallest `max_num_seqs` that the engine keeps."""
     long_tokens: int = 250
     """Length of a request that must still run when it is tested; less for slow engines."""
 

@@ -73,7 +73,7 @@ def slow_streams(engine_class: type[StreamingEngine]) -> Iterator[None]:
 class NativeFactory(Factory):
     name = "native"
     engine_traits = NativeRollout.traits
-    probes = frozenset({"model", "prefill", "memory"})
+    probes = frozenset({"model", "prefill", "memory", "queue"})
     core_class: type[NativeCore] = NativeCore
     engine_class: type[NativeRollout] = NativeRollout
     slow_motion = staticmethod(slow_motion)
@@ -154,7 +154,7 @@ class SGLangFactory(Factory):
 
     name = "sglang-contract"
     engine_traits = Traits(uses_policy_module=False)
-    probes = frozenset({"model"})
+    probes = frozenset({"model", "queue"})
     is_slow = True
     draws = 200
     long_tokens = 120

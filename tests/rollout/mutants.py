@@ -13,7 +13,7 @@ from torch import Tensor
 from hone.rollout.contract import RolloutError, Sampling, StopReason, TokenDelta, TokenOutput
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
-from hone.rollout.requests import Request
+from hone.rollout.requests import Request, WaitingRequests
 
 from .factories import NativeFactory
 
@@ -238,7 +238,7 @@ class AbortEndsEveryRequest(NativeRollout):
 
 class AbortLeavesTheQueueRunning(NativeRollout):
     async def abort(self, request_ids: Any = None) -> None:
-        waiting, self._core._waiting = self._core._waiting, []  # type: ignore[attr-defined]
+        waiting, self._core._waiting = self._core._waiting, WaitingRequests()  # type: ignore[attr-defined]
         await super().abort(request_ids)
         self._core._waiting = waiting  # type: ignore[attr-defined]
         self._num_in_core = len(waiting) + len(self._core._running)  # type: ignore[attr-defined]
@@ -253,6 +253,18 @@ class AbortMovesNoSlot(NativeCore):
             return super().abort(request_ids)
         finally:
             self.cache.copy = copy  # type: ignore[method-assign]
+
+
+class LongestFirst(NativeCore):
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._waiting._requests.sort(key=lambda r: r.sampling.max_tokens)
+
+
+class TiesStartInReverse(NativeCore):
+    def add(self, request: Request) -> None:
+        super().add(request)
+        self._waiting._requests.sort(key=lambda r: (-r.priority, r.start_key))
 
 
 class AbortHoldsNewRequests(NativeRollout):
@@ -400,6 +412,8 @@ MUTANTS: list[tuple[Mutant, str]] = [
     (Mutant(engine=AbortEndsEveryRequest), "abort ends the named requests alone"),
     (Mutant(engine=AbortLeavesTheQueueRunning), "abort ends the named requests alone"),
     (Mutant(AbortMovesNoSlot), "abort ends the named requests alone"),
+    (Mutant(LongestFirst), "the lowest priority starts first and ties by arrival"),
+    (Mutant(TiesStartInReverse), "the lowest priority starts first and ties by arrival"),
     (Mutant(engine=AbortHoldsNewRequests), "abort of all leaves the engine open"),
     (Mutant(engine=PauseDoesNotHoldNewRequests), "pause ends what runs and holds what comes"),
     (Mutant(engine=ResumeDropsWhatWasHeld), "pause ends what runs and holds what comes"),

@@ -7,6 +7,7 @@ import pytest
 from . import (
     clauses_control,
     clauses_failure,
+    clauses_kept,
     clauses_lifecycle,
     clauses_model,
     clauses_sampling,
@@ -18,7 +19,14 @@ from .mutants import MUTANTS, Mutant
 
 pytestmark = pytest.mark.slow
 
-_ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
+_ = (
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 
 
 HANG = ("AbortHoldsNewRequests", "ResumeDropsWhatWasHeld", "StreamsNothing")

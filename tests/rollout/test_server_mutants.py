@@ -15,11 +15,25 @@ from hone.rollout.server import ServerRollout
 from hone.rollout.sglang_server import SGLangServer
 from hone.rollout.streaming_engine import StreamingEngine
 
-from . import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling
+from . import (
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 from . import engine_contract as contract
 from .factories import SGLangFactory
 
-_ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
+_ = (
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 STREAM = SGLangServer.stream
 
 
@@ -37,6 +51,12 @@ def without_tokens(
 def append_with_next_version(self: StreamingEngine, request: Request, chunk: Chunk) -> None:
     APPEND(self, request, chunk)
     request.versions[-1] += 1
+
+
+def without_priority(
+    self: SGLangServer, request: Request, sampling: Sampling
+) -> AsyncGenerator[Chunk, None]:
+    return STREAM(self, replace(request, priority=0), sampling)
 
 
 async def pause_without_hold(self: StreamingEngine, keep: bool = False) -> None:
@@ -69,6 +89,12 @@ MUTANTS: list[tuple[type, str, Any, str]] = [
         "min p keeps what is likely beside the likeliest",
     ),
     (SGLangServer, "stream", without_tokens, "pause with keep goes on where it stood"),
+    (
+        SGLangServer,
+        "stream",
+        without_priority,
+        "the lowest priority starts first and ties by arrival",
+    ),
     (
         StreamingEngine,
         "_append",

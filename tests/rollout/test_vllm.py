@@ -33,6 +33,7 @@ from hone.rollout.vllm_process import EngineProcess, LaunchArguments
 from . import (  # noqa: F401
     clauses_control,
     clauses_failure,
+    clauses_kept,
     clauses_lifecycle,
     clauses_model,
     clauses_sampling,
@@ -154,6 +155,11 @@ class EndTokensAreNotSent(SharedVLLM):
         self._rules = RequestRules.of(model.lm.config, (), models.TOKENIZER)
 
 
+class PriorityIgnored(SharedVLLM):
+    async def _decode_request(self, request: Request) -> TokenOutput:
+        return await super()._decode_request(replace(request, priority=0))
+
+
 class AbortEndsEveryRequest(SharedVLLM):
     async def abort(self, request_ids: Any = None) -> None:
         await super().abort(None)
@@ -171,6 +177,7 @@ MUTANTS = [
     (OldWeightsStay, "new weights are used from the next token"),
     (UnknownTensorsAreSkipped, "weights with unknown names are refused"),
     (EndTokensAreNotSent, "the end token ends a response unless ignored"),
+    (PriorityIgnored, "the lowest priority starts first and ties by arrival"),
     (AbortEndsEveryRequest, "abort ends the named requests alone"),
 ]
 

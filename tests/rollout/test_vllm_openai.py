@@ -22,6 +22,7 @@ from hone.rollout.vllm_openai import VLLMServer
 from . import (
     clauses_control,
     clauses_failure,
+    clauses_kept,
     clauses_lifecycle,
     clauses_model,
     clauses_sampling,
@@ -33,7 +34,14 @@ from .models import policy
 from .vllm_factory import vllm
 from .vllm_openai_factory import UNTIED, VLLMServerFactory
 
-_ = (clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling)
+_ = (
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 
 
 def server(**state: Any) -> VLLMServer:

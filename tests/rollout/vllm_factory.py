@@ -39,6 +39,7 @@ if (python := vllm_python()) is not None:
     # vLLM's cache of facts about models stays for later test sessions.
     os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(python).absolute().parents[1] / "cache"))
 
+MAX_NUM_SEQS = 64
 SLOW_MOTION = "slow_motion:SlowMotion"
 
 needs_vllm = [
@@ -105,7 +106,7 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
         "dtype": "float32",
         "enforce_eager": True,
         "max_model_len": POSITIONS,
-        "max_num_seqs": 64,
+        "max_num_seqs": MAX_NUM_SEQS,
         "max_num_batched_tokens": 64,  # prefills are split
         "tensor_parallel_size": tensor,
         "pipeline_parallel_size": pipeline,
@@ -115,6 +116,7 @@ def process(tensor: int = 1, pipeline: int = 1, weights: str = "auto") -> Engine
         "skip_tokenizer_init": True,
         "logprobs_mode": "raw_logprobs",
         "async_scheduling": False,
+        "scheduling_policy": "priority",
         "seed": 0,
         "logits_processors": [SLOW_MOTION],
     }
@@ -133,9 +135,9 @@ class SharedVLLM(VLLMRollout):
     shared_process = staticmethod(process)
 
     def __init__(self, model: PolicyModel, max_num_seqs: int) -> None:
-        """The process has one limit for all tests; `max_num_seqs` is held here."""
+        """The process has one limit for all tests; a lower `max_num_seqs` is held here."""
         lm: Any = model.lm
-        self._slots = asyncio.Semaphore(max_num_seqs)
+        self._slots = asyncio.Semaphore(max_num_seqs if max_num_seqs < MAX_NUM_SEQS else 1000)
         super().__init__(
             [self.shared_process()],
             RequestRules.of(lm.config, (EOS,), TOKENIZER),
@@ -178,7 +180,8 @@ class SharedVLLM(VLLMRollout):
 class VLLMFactory(Factory):
     name = "vllm"
     engine_traits = Traits(uses_policy_module=False)
-    probes = frozenset({"model"})
+    probes = frozenset({"model", "queue"})
+    smallest_queue = MAX_NUM_SEQS
     draws = 400
     long_tokens = 600
     engine_class: type[SharedVLLM] = SharedVLLM

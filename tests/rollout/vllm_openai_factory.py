@@ -25,7 +25,7 @@ from hone.rollout.vllm_openai import VLLMServer
 
 from .engine_contract import Factory, Place
 from .models import EOS, POSITIONS, TOKENIZER, policy
-from .vllm_factory import SHAPE, SLOW_MOTION, slow_motion, slow_motion_python
+from .vllm_factory import MAX_NUM_SEQS, SHAPE, SLOW_MOTION, slow_motion, slow_motion_python
 
 UNTIED = {**SHAPE, "tie_embeddings": False}
 """A running vLLM server on a CPU cannot update tied embeddings."""
@@ -52,8 +52,14 @@ def server_url() -> str:
     ]
     command += ["--port", str(port), "--model", str(folder / "model"), "--dtype", "float32"]
     command += ["--max-model-len", str(POSITIONS), "--logprobs-mode", "processed_logprobs"]
-    command += ["--enforce-eager", "--max-num-seqs", "64", "--generation-config", "vllm"]
-    command += ["--logits-processors", SLOW_MOTION]
+    command += [
+        "--enforce-eager",
+        "--max-num-seqs",
+        str(MAX_NUM_SEQS),
+        "--generation-config",
+        "vllm",
+    ]
+    command += ["--logits-processors", SLOW_MOTION, "--scheduling-policy", "priority"]
     with (folder / "log").open("wb") as file:
         child = subprocess.Popen(
             command, cwd=folder, env=environment, stdout=file, stderr=file, start_new_session=True
@@ -85,7 +91,8 @@ class VLLMServerFactory(Factory):
         batch_invariant=False,
         untruncated_log_probs=False,
     )
-    probes = frozenset({"model"})
+    probes = frozenset({"model", "queue"})
+    smallest_queue = MAX_NUM_SEQS
     draws = 300
     long_tokens = 600
     slow_motion = staticmethod(slow_motion)

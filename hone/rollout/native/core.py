@@ -7,7 +7,6 @@ of all keys at every step. When a sequence finishes, the last sequence moves int
 
 from __future__ import annotations
 
-from bisect import insort_left
 from collections.abc import Callable, Collection, Sequence
 from itertools import accumulate
 
@@ -33,7 +32,7 @@ from hone.rollout.contract import StopReason
 from hone.rollout.native.decoder import ModuleDecoder, PrepackedDecoder
 from hone.rollout.native.paged_cache import zeros
 from hone.rollout.native.sampler import SamplingRows, sample_tokens
-from hone.rollout.requests import Request, RequestRules, select
+from hone.rollout.requests import Request, RequestRules, WaitingRequests, select
 from hone.tokenizer import Tokenizer
 
 _CAPACITY_MULTIPLE = 64
@@ -212,17 +211,13 @@ class NativeCore:
         self.version = 0
         self.prefilled_tokens = 0
         """Prompt tokens computed so far; the shared prompt of a group counts once."""
-        self._waiting: list[Request] = []  # sorted by max_tokens, ascending
+        self._waiting = WaitingRequests()
         self._running: list[Request] = []
         self._sampling: SamplingRows | None = None  # None after the running requests have changed
 
     def add(self, request: Request) -> None:
-        """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
-
-        In order of arrival alone, a long request could start last and then run alone in the batch.
-        """
         self.rules.check(request)
-        insort_left(self._waiting, request, key=lambda r: r.sampling.max_tokens)
+        self._waiting.add(request)
 
     def free_cache(self) -> None:
         self.cache.free()
@@ -239,11 +234,9 @@ class NativeCore:
     @torch.inference_mode()
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
-        waiting = select(reversed(self._waiting), request_ids)
-        for request in [*select(self._running, request_ids), *waiting]:
+        for request in select(self._running, request_ids):
             request.stop_reason = StopReason.ABORT
-        self._waiting = [r for r in self._waiting if r.stop_reason is None]
-        return [*self._remove_finished(), *waiting]
+        return [*self._remove_finished(), *self._waiting.abort(request_ids)]
 
     @torch.inference_mode()
     def step(self, should_return: Callable[[], bool] = lambda: True) -> list[Request]:
@@ -261,11 +254,12 @@ class NativeCore:
 
     def _admit(self) -> list[Request]:
         """Removes and returns waiting requests that fit the free slots and the prefill budget."""
+        self._waiting.end_batch()
         admitted: list[Request] = []
         prompts: set[tuple[int, ...]] = set()
         batched_tokens = 0
         while self._waiting and len(self._running) + len(admitted) < self._max_num_seqs:
-            prompt = tuple(self._waiting[-1].prompt_ids)
+            prompt = tuple(self._waiting.first.prompt_ids)
             batched_tokens += 0 if prompt in prompts else len(prompt)
             if admitted and batched_tokens > self._max_num_batched_tokens:
                 break

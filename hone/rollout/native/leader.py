@@ -58,7 +58,7 @@ class LeaderCore:
         )
         sampling = asdict(request.sampling)
         arguments = {"number": number, "prompt": request.prompt_ids, "sampling": sampling}
-        self._unsent_commands.append({"do": "add", **arguments})
+        self._unsent_commands.append({"do": "add", **arguments, "priority": request.priority})
         with self._peers.close_on_error():
             self._replica.add(number, copy)
 

@@ -210,7 +210,8 @@ class Replica:
         kind, core = command["do"], self.core
         if kind == "add":
             number, sampling = command["number"], Sampling(**command["sampling"])
-            self.add(number, Request(command["prompt"], sampling, str(number)))
+            request = Request(command["prompt"], sampling, str(number), command["priority"])
+            self.add(number, request)
         elif kind == "step":
             return self._step(command["cancelled"], command["checksum"])
         elif kind == "abort":

@@ -6,15 +6,13 @@ paged_cache.py manages blocks and the prefix cache.
 
 from __future__ import annotations
 
-import math
-from bisect import insort_left
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from hone.rollout.contract import RolloutError, StopReason
 from hone.rollout.native.decode_step import MAX_STOP_IDS
 from hone.rollout.native.paged_cache import BlockPool
-from hone.rollout.requests import Request, RequestRules, select
+from hone.rollout.requests import Request, RequestRules, WaitingRequests, select
 
 BLOCK_SIZE = 16
 STEPS_PER_CHUNK = 32
@@ -88,7 +86,7 @@ class Scheduler:
 
         A sequence gets the blocks of its maximum length at once if at least this number stays free.
         """
-        self._waiting: list[Request] = []  # by priority, ascending; the last starts first
+        self._waiting = WaitingRequests()
         self.running: list[RunningSequence] = []
         self._weights_id = 0
 
@@ -97,27 +95,20 @@ class Scheduler:
         return bool(self._waiting or self.running)
 
     def add(self, request: Request) -> None:
-        """Queues a request: the largest max_tokens starts first, ties start in order of arrival.
-
-        In order of arrival alone, a long request could start last and then run alone in the batch.
-        Preempted requests start before new requests.
-        """
         self._rules.check(request)
         request.num_preempted = 0
-        insort_left(self._waiting, request, key=_priority)
+        self._waiting.add(request)
 
     def abort(self, request_ids: Collection[str] | None = None) -> list[Request]:
         """Aborts the requests with these ids (None: all); they keep the tokens sampled so far."""
-        waiting = select(reversed(self._waiting), request_ids)
         running = select((sequence.request for sequence in self.running), request_ids)
-        for request in [*running, *waiting]:
+        for request in running:
             request.stop_reason = StopReason.ABORT
         for sequence in self.running:
             if sequence.request.stop_reason is not None:
                 self._pool.release(sequence.blocks)
         self.running = [s for s in self.running if s.request.stop_reason is None]
-        self._waiting = [r for r in self._waiting if r.stop_reason is None]
-        return [*running, *waiting]
+        return [*running, *self._waiting.abort(request_ids)]
 
     def chunk_steps(self, unread_tokens: int = 0) -> int:
         """Returns the number of steps of the next decode chunk, limited by the longest remaining response.
@@ -145,7 +136,8 @@ class Scheduler:
         return min(STEPS_PER_LONG_CHUNK, remaining)
 
     def extend_block_tables(self, steps: int) -> None:
-        """Allocates blocks for the next decode chunk; if they run out, preempts the newest sequences."""
+        """Allocates blocks for the next decode chunk; if they run out, preempts the sequences that would
+        start last."""
         index = 0
         while index < len(self.running):
             sequence = self.running[index]
@@ -154,7 +146,12 @@ class Scheduler:
                 sequence.blocks += self._pool.allocate(count)
                 index += 1
             else:
-                self._preempt(self.running.pop())
+                last = max(range(len(self.running)), key=self._start_key)
+                self._preempt(self.running.pop(last))
+                index -= last < index
+
+    def _start_key(self, index: int) -> tuple[int, ...]:
+        return self.running[index].request.start_key
 
     def admit(self, steps: int) -> list[RunningSequence]:
         """Starts waiting requests that fit the batch, the prefill budget, and the free blocks.
@@ -162,11 +159,12 @@ class Scheduler:
         The blocks of a new sequence must suffice for `steps` decode steps after the prefill.
         The requests of a group share the full blocks of their prompt, which is prefilled once.
         """
+        self._waiting.end_batch()
         admitted: list[RunningSequence] = []
         first_by_prompt: dict[tuple[int, ...], RunningSequence] = {}
         batched_tokens = 0
         while self._waiting and len(self.running) + len(admitted) < self._max_num_seqs:
-            request = self._waiting[-1]
+            request = self._waiting.first
             ids = tuple(request.prompt_ids + request.token_ids)
             if ids in first_by_prompt:
                 prefix_blocks, new_tokens = first_by_prompt[ids].blocks[: len(ids) // BLOCK_SIZE], 0
@@ -257,10 +255,4 @@ class Scheduler:
         self._pool.release(sequence.blocks)
         request = sequence.request
         request.num_preempted = (request.num_preempted or 0) + 1
-        # The last request starts first, so the sequence that is preempted last is resumed first.
-        self._waiting.append(request)
-
-
-def _priority(request: Request) -> float:
-    """Returns max_tokens, or infinity for a preempted request, which has sampled tokens."""
-    return math.inf if request.token_ids else request.sampling.max_tokens
+        self._waiting.put_back(request)

@@ -54,7 +54,7 @@ class Engine:
     def remove_lora(self, number):
         self.adapters = 0
 
-    def process_inputs(self, key, prompt, params, supported_tasks, lora_request):
+    def process_inputs(self, key, prompt, params, supported_tasks, lora_request, priority):
         if 96 in prompt["prompt_token_ids"]:
             raise ValueError("96 is refused")
         return SimpleNamespace(request_id=key, state=[prompt["prompt_token_ids"], params, 0])

@@ -165,13 +165,22 @@ def test_weights_forgotten_midway_are_read_again_by_running_sequences() -> None:
     assert drain(engine)[0].log_probs == drain(untouched)[0].log_probs
 
 
-def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> None:
+def test_of_requests_that_arrive_together_the_longest_starts_first() -> None:
     engine = core(max_num_seqs=1)
     for seed, tokens in enumerate((2, 5, 2, 5, 9)):
         engine.add(request(prompts(1)[0], tokens, seed))
     assert [(len(r.token_ids), r.sampling.seed) for r in drain(engine)] == [
         (9, 4), (5, 1), (5, 3), (2, 0), (2, 2)
     ]  # fmt: skip
+
+
+def test_the_lowest_priority_starts_first_and_equals_in_order_of_arrival() -> None:
+    engine = core(max_num_seqs=1)
+    for seed, priority in enumerate((2, 0, 2, 0, -1)):  # the shortest is the last
+        one = request(prompts(1)[0], 9 - seed, seed)
+        one.priority = priority
+        engine.add(one)
+    assert [r.sampling.seed for r in drain(engine)] == [4, 1, 3, 0, 2]
 
 
 PLAIN = AttentionOptions(0, 0.3)

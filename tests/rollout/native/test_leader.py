@@ -11,7 +11,14 @@ import pytest
 from hone.agents.loop_thread import run_with_engine
 from hone.rollout.contract import RolloutError, Sampling
 
-from .. import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from .. import (  # noqa: F401
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 from ..engine_contract import CLAUSES, Factory, driving, verify
 from ..models import policy
 from .slot import PagedSlotFactory, Slot, SlotFactory

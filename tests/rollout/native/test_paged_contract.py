@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from .. import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from .. import (  # noqa: F401
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 from ..clauses_model import check_greedy, check_log_probs
 from ..engine_contract import CLAUSES, Factory, verify
 from ..models import policy

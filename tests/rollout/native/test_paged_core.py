@@ -99,7 +99,7 @@ def test_too_few_blocks_preempt_the_newest_and_change_no_token() -> None:
     assert tight.cache.pool.num_available == 25
 
 
-def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> None:
+def test_of_requests_that_arrive_together_the_longest_starts_first() -> None:
     core = paged_core(policy(), max_num_seqs=1)
     for seed, tokens in enumerate((2, 5, 2, 5, 9)):
         core.add(ask(prompts(1)[0], tokens, seed))
@@ -109,6 +109,18 @@ def test_the_longest_allowed_starts_first_and_equals_in_order_of_arrival() -> No
     assert [(len(r.token_ids), r.sampling.seed) for r in finished] == [
         (9, 4), (5, 1), (5, 3), (2, 0), (2, 2)
     ]  # fmt: skip
+
+
+def test_the_lowest_priority_starts_first_and_equals_in_order_of_arrival() -> None:
+    core = paged_core(policy(), max_num_seqs=1)
+    for seed, priority in enumerate((2, 0, 2, 0, -1)):  # the shortest is the last
+        request = ask(prompts(1)[0], 9 - seed, seed)
+        request.priority = priority
+        core.add(request)
+    finished = []
+    while core.busy:
+        finished += core.step()
+    assert [r.sampling.seed for r in finished] == [4, 1, 3, 0, 2]
 
 
 def test_the_order_of_arrival_changes_no_token_and_recomputes_no_shared_block() -> None:

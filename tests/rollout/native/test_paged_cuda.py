@@ -16,7 +16,14 @@ from hone.rollout.contract import RolloutEngine, Sampling
 from hone.rollout.native.engine import NativeRollout
 from hone.rollout.native.paged_core import PagedCore
 
-from .. import clauses_control, clauses_failure, clauses_lifecycle, clauses_model, clauses_sampling  # noqa: F401
+from .. import (  # noqa: F401
+    clauses_control,
+    clauses_failure,
+    clauses_kept,
+    clauses_lifecycle,
+    clauses_model,
+    clauses_sampling,
+)
 from ..engine_contract import CLAUSES, Factory, ask_all, play, update, verify
 from ..models import policy, prompts
 from .paged import PagedFactory, paged_core
