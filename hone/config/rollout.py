@@ -254,6 +254,9 @@ class RolloutConfig(LogProbConfig, RolloutEngineConfig):
     """Record the experts of every token, for `actor.router_replay.mode=R3`."""
     free_cache_engine: bool = True
     """Free the KV cache after generation."""
+    keep_stale_kv: bool = False
+    """Keep the KV cache of running requests over a weight update, which is faster but computes their next
+    tokens from keys of old weights. Only native and vllm (in processes of the run) can keep it."""
     merge_lora: bool = False
     """Send merged weights even to an engine that accepts LoRA adapters."""
     val_kwargs: ValKwargs = block(ValKwargs)

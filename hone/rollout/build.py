@@ -56,18 +56,17 @@ def build_native(spec: RolloutSpec) -> RolloutEngine:
     config, policy = spec.config, spec.load_policy()
     record_experts = isinstance(config, RolloutConfig) and config.enable_rollout_routing_replay
     if not config.exact and not record_experts and spec.device.type != "cuda":
-        return NativeRollout(build_cpu_core(spec, policy))
+        return NativeRollout(build_cpu_core(spec, policy), keep_stale_kv=spec.keeps_stale_kv)
     exact_decoder = None
     if config.exact:
         from hone.rollout.native.exact_decoder import ExactDecoder
 
         policy.exact = exact_decoder = ExactDecoder(policy)
     build_core = paged_core_factory(spec, policy)
-    return NativeRollout(
-        build_core(
-            enforce_eager=config.enforce_eager, exact=exact_decoder, record_experts=record_experts
-        )
+    core = build_core(
+        enforce_eager=config.enforce_eager, exact=exact_decoder, record_experts=record_experts
     )
+    return NativeRollout(core, keep_stale_kv=spec.keeps_stale_kv)
 
 
 def build_cpu_core(

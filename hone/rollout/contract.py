@@ -223,6 +223,11 @@ class RolloutSpec:
     has_adapters: bool = False
     """Whether the policy has LoRA adapters and the engine may load them without the base weights."""
 
+    @property
+    def keeps_stale_kv(self) -> bool:
+        """The value of `rollout.keep_stale_kv`, which `hone generate` does not have."""
+        return getattr(self.config, "keep_stale_kv", False)
+
 
 @runtime_checkable
 class RolloutEngine(Protocol):
@@ -273,10 +278,16 @@ class RolloutEngine(Protocol):
         """Loads some of the new weights by Hugging Face name; may be called repeatedly."""
 
     async def commit(self, version: int) -> None:
-        """Ends the weight update and sets the version; without a `load`, only the version changes."""
+        """Ends the weight update and sets the version; without a `load`, only the version changes.
+
+        The next token of a kept request attends only to keys of the new weights.
+        """
 
     async def sleep(self) -> None:
-        """Frees the memory that only generation needs."""
+        """Frees the memory that only generation needs; raises if requests run.
+
+        Requests that `pause` has kept stay, and go on after `wake_up` and `resume`.
+        """
 
     async def wake_up(self) -> None:
         """Prepares to decode after `sleep`, or after the parameters of the training module have moved."""

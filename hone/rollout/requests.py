@@ -75,6 +75,11 @@ class Request:
         return self.future
 
     @property
+    def all_ids(self) -> list[int]:
+        """The token ids of prompt and response."""
+        return self.prompt_ids + self.token_ids
+
+    @property
     def length(self) -> int:
         """Number of prompt and response tokens."""
         return len(self.prompt_ids) + len(self.token_ids)

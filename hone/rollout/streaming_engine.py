@@ -345,7 +345,7 @@ class StreamingEngine(RequestEngine):
     async def sleep(self) -> None:
         await self._wait_for_cancelled_requests()
         if self._running and not self._paused:
-            raise RolloutError("cannot sleep while requests run; abort them first")
+            raise RolloutError("cannot sleep while requests run; pause the engine, or abort them")
         await self._backend_sleep()
 
     async def _wait_for_cancelled_requests(self) -> None:

@@ -267,6 +267,25 @@ class TiesStartInReverse(NativeCore):
         self._waiting._requests.sort(key=lambda r: (-r.priority, r.start_key))
 
 
+class CommitKeepsOldKeys(NativeCore):
+    def park(self) -> None:
+        """Running requests keep their keys."""
+
+
+class ParkedRequestsStartAgain(NativeCore):
+    def park(self) -> None:
+        for request in self._running:
+            request.token_ids, request.log_probs, request.versions = [], [], []
+        super().park()
+
+
+class SleepRefusesKeptRequests(NativeRollout):
+    async def sleep(self) -> None:
+        if self._core.busy:
+            raise RolloutError("requests run")
+        await super().sleep()
+
+
 class AbortHoldsNewRequests(NativeRollout):
     async def abort(self, request_ids: Any = None) -> None:
         await super().abort(request_ids)
@@ -414,6 +433,26 @@ MUTANTS: list[tuple[Mutant, str]] = [
     (Mutant(AbortMovesNoSlot), "abort ends the named requests alone"),
     (Mutant(LongestFirst), "the lowest priority starts first and ties by arrival"),
     (Mutant(TiesStartInReverse), "the lowest priority starts first and ties by arrival"),
+    (
+        Mutant(CommitKeepsOldKeys),
+        "after a commit kept requests attend only to keys of the new weights",
+    ),
+    (
+        Mutant(ParkedRequestsStartAgain),
+        "after a commit kept requests attend only to keys of the new weights",
+    ),
+    (
+        Mutant(engine=SleepRefusesKeptRequests),
+        "sleep keeps the tokens of kept requests and not their keys",
+    ),
+    (
+        Mutant(engine=SleepKeepsTheCache),
+        "sleep keeps the tokens of kept requests and not their keys",
+    ),
+    (
+        Mutant(engine=PauseEndsWhatItShouldKeep),
+        "kept requests go on after the parameters have moved",
+    ),
     (Mutant(engine=AbortHoldsNewRequests), "abort of all leaves the engine open"),
     (Mutant(engine=PauseDoesNotHoldNewRequests), "pause ends what runs and holds what comes"),
     (Mutant(engine=ResumeDropsWhatWasHeld), "pause ends what runs and holds what comes"),

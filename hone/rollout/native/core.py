@@ -227,6 +227,11 @@ class NativeCore:
         self._forward.invalidate()
         self._forward_is_current = False
 
+    def park(self) -> None:
+        for request in self._running:
+            self._waiting.put_back(request)
+        self._running, self._sampling = [], None
+
     @property
     def busy(self) -> bool:
         return bool(self._waiting or self._running)
@@ -259,7 +264,7 @@ class NativeCore:
         prompts: set[tuple[int, ...]] = set()
         batched_tokens = 0
         while self._waiting and len(self._running) + len(admitted) < self._max_num_seqs:
-            prompt = tuple(self._waiting.first.prompt_ids)
+            prompt = tuple(self._waiting.first.all_ids)
             batched_tokens += 0 if prompt in prompts else len(prompt)
             if admitted and batched_tokens > self._max_num_batched_tokens:
                 break
@@ -270,7 +275,8 @@ class NativeCore:
     def _next_logits(self, admitted: list[Request]) -> Tensor:  # [sequences, V]
         """Returns next-token logits of the running sequences, then of the admitted ones.
 
-        Each distinct prompt is computed once, in the slot of the first request that has it.
+        Each distinct prompt, with the tokens of a parked request, is computed once, in the slot of the first
+        request that has it.
         """
         if not self._forward_is_current or admitted:
             self._forward.refresh()
@@ -278,22 +284,22 @@ class NativeCore:
         ids, num_running = [r.token_ids[-1] for r in self._running], len(self._running)
         if not admitted:
             return self._logits(self._hidden_states(ids, *self._layout([], []))[:num_running])
-        first_indices = first_equal_indices([tuple(r.prompt_ids) for r in admitted])
+        prompts = [tuple(r.all_ids) for r in admitted]
+        first_indices = first_equal_indices(prompts)
         distinct_indices = sorted(set(first_indices))
-        lengths = [len(admitted[i].prompt_ids) for i in distinct_indices]
+        lengths = [len(prompts[i]) for i in distinct_indices]
         last_token_indices = [
             *range(num_running),
             *(num_running - 1 + end for end in accumulate(lengths)),
         ]
-        ids += [token for i in distinct_indices for token in admitted[i].prompt_ids]
+        ids += [token for i in distinct_indices for token in prompts[i]]
         hidden = self._hidden_states(
             ids, *self._layout([num_running + i for i in distinct_indices], lengths)
         )
         self.prefilled_tokens += sum(lengths)
         for i, first in enumerate(first_indices):
             if first != i:
-                length = len(admitted[i].prompt_ids)
-                self.cache.copy(num_running + first, num_running + i, length)
+                self.cache.copy(num_running + first, num_running + i, len(prompts[i]))
         row_by_first_index = {first: num_running + i for i, first in enumerate(distinct_indices)}
         rows = [*range(num_running), *(row_by_first_index[first] for first in first_indices)]
         logits = self._logits(hidden[torch.tensor(last_token_indices)])

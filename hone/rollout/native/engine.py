@@ -52,7 +52,11 @@ class Core(Protocol):
 
     def free_cache(self) -> None: ...
 
-    def invalidate(self) -> None: ...
+    def invalidate(self) -> None:
+        """Drops what was computed from the parameters, except keys of running requests."""
+
+    def park(self) -> None:
+        """Drops the keys of running requests; they wait, with their tokens, to be prefilled again."""
 
 
 class NativeRollout(RequestEngine):
@@ -64,9 +68,10 @@ class NativeRollout(RequestEngine):
     name = "native"
     traits = Traits(uses_policy_module=True, loads_adapters=True)
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: Core, *, keep_stale_kv: bool = False) -> None:
+        """With `keep_stale_kv`, running requests keep the keys of old weights after `commit`."""
         super().__init__(core.rules)
-        self._core = core
+        self._core, self._keep_stale_kv = core, keep_stale_kv
         self._pending: dict[int, Request] = {}  # by id(request)
         self._submitted: dict[asyncio.AbstractEventLoop, list[Request]] = {}
         """Requests of each event loop's current iteration; only the thread of a loop accesses its list."""
@@ -141,6 +146,8 @@ class NativeRollout(RequestEngine):
             self._raise_if_stopped()
             self._update.commit()
             self._core.invalidate()
+            if not self._keep_stale_kv:
+                self._core.park()
             self._core.version = version
             self._condition.notify()
 
@@ -149,13 +156,16 @@ class NativeRollout(RequestEngine):
             self._raise_if_stopped()
             if not self._awaited_requests():  # only cancelled requests are left
                 self._remove_pending(self._abort_running())
-            if self._core.busy or self._arrivals:
-                raise RolloutError("sleep() was called while requests run; abort them first")
+            if not self._paused and (self._core.busy or self._arrivals):
+                raise RolloutError(
+                    "cannot sleep while requests run; pause the engine, or abort them"
+                )
+            self._core.park()
             self._core.free_cache()
             self._core.invalidate()
 
     async def wake_up(self) -> None:
-        """Drops everything that was computed from the weights, because they may have changed."""
+        """Reads the parameters again, because they may have moved."""
         with self._between_steps():
             self._raise_if_stopped()
             self._core.invalidate()

@@ -85,6 +85,9 @@ class LeaderCore:
     def invalidate(self) -> None:
         self._queue_and_execute({"do": "invalidate"})
 
+    def park(self) -> None:
+        self._queue_and_execute({"do": "park"})
+
     def _queue_and_execute(self, command: Command) -> list[Request]:
         """Queues a command for the other ranks, and executes it here."""
         self._unsent_commands.append(command)
@@ -117,8 +120,8 @@ class LeaderRollout(NativeRollout):
 
     traits = SHARDED_TRAITS
 
-    def __init__(self, core: Core, peers: Peers) -> None:
-        super().__init__(core)
+    def __init__(self, core: Core, peers: Peers, *, keep_stale_kv: bool = False) -> None:
+        super().__init__(core, keep_stale_kv=keep_stale_kv)
         self._core = self._leader_core = LeaderCore(core, peers)
         self._peers = peers
         self._heartbeat_s = peers.timeout_s / _HEARTBEATS_PER_TIMEOUT

@@ -110,6 +110,7 @@ class PagedCore:
         self._host_rows = empty_rows(0, torch.device("cpu"))
         self._device_row_keys: list[tuple[int, int]] = []  # `_row_keys` of the device rows
         self._addresses: list[int] = []  # parameter addresses that captured graphs read
+        self._must_refresh = True
         sizes = graph_sizes(max_num_seqs, capture_sizes)
         self._decode_step = self._new_decode_step(sizes, enforce_eager)
         self.prefilled_tokens = 0
@@ -144,8 +145,14 @@ class PagedCore:
         self.cache.free()
 
     def invalidate(self) -> None:
-        """Clears the prefix cache, because the weights have changed."""
+        """Clears the prefix cache; the next step reads the parameters again."""
         self._scheduler.clear_prefix_cache()
+        self._must_refresh = True
+
+    def park(self) -> None:
+        if self._expert_cache is not None:
+            self._read_experts(None)
+        self._scheduler.park()
 
     def add(self, request: Request) -> None:
         self._scheduler.add(request)
@@ -173,8 +180,9 @@ class PagedCore:
         if self.device.type == "cuda":
             torch.cuda.set_device(self.device)  # a new thread uses device 0
         scheduler = self._scheduler
-        if not scheduler.running:
+        if self._must_refresh or not scheduler.running:
             self._refresh_forward()
+            self._must_refresh = False
         steps = scheduler.chunk_steps()
         scheduler.extend_block_tables(steps)
         self._update_rows()
@@ -242,7 +250,7 @@ class PagedCore:
 
         The partial last block of a prompt is copied for every other request of the prompt.
         """
-        prompts = [tuple(s.request.prompt_ids + s.request.token_ids) for s in admitted]
+        prompts = [tuple(s.request.all_ids) for s in admitted]
         first_indices = first_equal_indices(prompts)
         distinct_indices = sorted(set(first_indices))
         sources, targets = [], []  # blocks to copy

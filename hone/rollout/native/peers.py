@@ -220,6 +220,8 @@ class Replica:
             core.free_cache()
         elif kind == "invalidate":
             core.invalidate()
+        elif kind == "park":
+            core.park()
         elif kind == "version":
             core.version = command["version"]
         return []

@@ -147,7 +147,9 @@ class Scheduler:
                 index += 1
             else:
                 last = max(range(len(self.running)), key=self._start_key)
-                self._preempt(self.running.pop(last))
+                sequence = self.running.pop(last)
+                self._park(sequence)
+                sequence.request.num_preempted = (sequence.request.num_preempted or 0) + 1
                 index -= last < index
 
     def _start_key(self, index: int) -> tuple[int, ...]:
@@ -165,7 +167,7 @@ class Scheduler:
         batched_tokens = 0
         while self._waiting and len(self.running) + len(admitted) < self._max_num_seqs:
             request = self._waiting.first
-            ids = tuple(request.prompt_ids + request.token_ids)
+            ids = tuple(request.all_ids)
             if ids in first_by_prompt:
                 prefix_blocks, new_tokens = first_by_prompt[ids].blocks[: len(ids) // BLOCK_SIZE], 0
             else:
@@ -235,8 +237,7 @@ class Scheduler:
         for sequence in finished:
             if self._is_cacheable(sequence):
                 # The last token was sampled, but its key was not computed.
-                tokens = (sequence.request.prompt_ids + sequence.request.token_ids)[:-1]
-                self._pool.insert_and_release(tokens, sequence.blocks)
+                self._pool.insert_and_release(sequence.request.all_ids[:-1], sequence.blocks)
             else:
                 self._pool.release(sequence.blocks)
         self.running = [s for s in self.running if s.request.stop_reason is None]
@@ -250,9 +251,12 @@ class Scheduler:
         end = min(sequence.request.length + steps, sequence.max_length)
         return max(0, -(-end // BLOCK_SIZE) - len(sequence.blocks))
 
-    def _preempt(self, sequence: RunningSequence) -> None:
-        """Releases the blocks of a sequence; its request waits to be prefilled again."""
+    def park(self) -> None:
+        """Releases the blocks of all sequences; their requests wait to be prefilled again."""
+        for sequence in self.running:
+            self._park(sequence)
+        self.running = []
+
+    def _park(self, sequence: RunningSequence) -> None:
         self._pool.release(sequence.blocks)
-        request = sequence.request
-        request.num_preempted = (request.num_preempted or 0) + 1
-        self._waiting.put_back(request)
+        self._waiting.put_back(sequence.request)

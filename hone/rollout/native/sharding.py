@@ -232,7 +232,9 @@ def build_sharded(spec: RolloutSpec, peers: Peers) -> RolloutEngine:
         load_weights(policy, policy.shards(spec.current_weights()))
     on_gpu = spec.device.type == "cuda"
     core = build_paged_shard(spec, policy) if on_gpu else build_cpu_shard(spec, policy)
-    return LeaderRollout(core, peers) if peers.rank == 0 else FollowerRollout(core, peers)
+    if peers.rank == 0:
+        return LeaderRollout(core, peers, keep_stale_kv=spec.keeps_stale_kv)
+    return FollowerRollout(core, peers)
 
 
 def build_cpu_shard(spec: RolloutSpec, policy: ShardedPolicy) -> Core:

@@ -16,7 +16,9 @@ from ..factories import NativeFactory
 from ..models import EOS, POSITIONS, TOKENIZER
 
 
-def paged_core(policy: PolicyModel, **changed: Any) -> PagedCore:
+def paged_core(
+    policy: PolicyModel, core_class: type[PagedCore] = PagedCore, **changed: Any
+) -> PagedCore:
     options: dict[str, Any] = {
         "eos_ids": (EOS,),
         "max_num_seqs": 64,
@@ -26,7 +28,7 @@ def paged_core(policy: PolicyModel, **changed: Any) -> PagedCore:
         "tokenizer": TOKENIZER,
         "blocks": 700,
     }
-    return PagedCore(policy, **(options | changed))
+    return core_class(policy, **(options | changed))
 
 
 def ask(prompt: list[int], tokens: int = 20, seed: int = 0, **more: Any) -> Request:
@@ -44,9 +46,10 @@ def finish(core: PagedCore, requests: list[Request]) -> list[list[int]]:
 class PagedFactory(NativeFactory):
     name = "paged"
     decoder: type = FusedDecoder
+    paged_core_class: type[PagedCore] = PagedCore
 
     def build(self, policy: PolicyModel, *, max_num_seqs: int = 64) -> RolloutEngine:
-        core = paged_core(policy, max_num_seqs=max_num_seqs)
+        core = paged_core(policy, self.paged_core_class, max_num_seqs=max_num_seqs)
         assert type(core._forward) is self.decoder
         return NativeRollout(core)
 

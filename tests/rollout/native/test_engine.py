@@ -87,7 +87,7 @@ def test_sleep_is_refused_while_requests_run() -> None:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             await until(in_progress)
             try:
-                with pytest.raises(RolloutError, match="abort them first"):
+                with pytest.raises(RolloutError, match="cannot sleep while requests run"):
                     await engine.sleep()
             finally:
                 await engine.abort()
@@ -104,7 +104,7 @@ def test_sleep_is_refused_for_a_request_that_has_only_arrived() -> None:
             job = asyncio.create_task(engine.generate(PROMPT, LONG, "long"))
             await asyncio.sleep(0.01)
             try:
-                with pytest.raises(RolloutError, match="abort them first"):
+                with pytest.raises(RolloutError, match="cannot sleep while requests run"):
                     await engine.sleep()
             finally:
                 await engine.abort()
@@ -263,7 +263,7 @@ def test_a_core_that_loses_a_request_is_found_out() -> None:
         core: Any = engine._core  # type: ignore[attr-defined]
 
         def forgets(should_return: Any) -> list[Any]:
-            core._waiting.clear()
+            core._waiting.abort(None)
             return []
 
         core.step = forgets

@@ -15,6 +15,7 @@ from hone.rollout.contract import RolloutError, Sampling
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.decoder import ModuleDecoder
 from hone.rollout.native.engine import NativeRollout
+from hone.rollout.native.paged_core import PagedCore
 from hone.rollout.requests import Request
 
 from ..engine_contract import Factory, ask_all, drive, play, update
@@ -130,3 +131,30 @@ def test_adapters_alone_are_loaded_over_the_base(factory: Factory) -> None:
     assert [o.token_ids for o in after] == [o.token_ids for o in expected]
     assert [o.log_probs for o in after] == [o.log_probs for o in expected]
     assert [o.token_ids for o in before] != [o.token_ids for o in after]
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize(
+    "build", [lambda: running_core(policy(), None), lambda: paged_core(policy())]
+)
+def test_stale_keys_stay_with_their_request_if_they_are_to_be_kept(
+    build: Callable[[], NativeCore | PagedCore], keep: bool
+) -> None:
+    core, prompt = build(), prompts(1, 40, 40)[0]
+    request = Request(prompt, sampling(200), "r")
+    core.add(request)
+    core.step()
+    tokens = len(request.token_ids)
+    play(update(NativeRollout(core, keep_stale_kv=keep), scaled(core.policy), 1))
+    later = Request(prompt, sampling(20), "later")
+    core.add(later)
+    while core.busy:
+        core.step()
+    assert request.versions == [0] * tokens + [1] * (200 - tokens)
+    assert not later.cached_tokens, "a later request attends to keys of old weights"
+    assert core.prefilled_tokens == 40 + (0 if keep else 40 + tokens) + 40
+    again = Request(prompt, sampling(20), "again")
+    core.add(again)
+    while core.busy:
+        core.step()
+    assert again.token_ids == later.token_ids

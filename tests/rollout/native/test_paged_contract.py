@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+
+from hone.rollout.native.paged_core import PagedCore
 
 from .. import (  # noqa: F401
     clauses_control,
@@ -13,7 +17,7 @@ from .. import (  # noqa: F401
     clauses_sampling,
 )
 from ..clauses_model import check_greedy, check_log_probs
-from ..engine_contract import CLAUSES, Factory, verify
+from ..engine_contract import CLAUSES, Factory, Violation, verify
 from ..models import policy
 from .paged import PagedFactory, PagedModulesFactory
 
@@ -37,3 +41,43 @@ def test_other_families_say_what_transformers_says(family: str) -> None:
     factory = PagedModulesFactory() if family == "gemma" else PagedFactory()
     check_log_probs(factory, policy(family))
     check_greedy(factory, policy(family))
+
+
+class MovedParametersAreNotRead(PagedCore):
+    """The core reads moved parameters only while no sequence runs."""
+
+    def invalidate(self) -> None:
+        super().invalidate()
+        self._must_refresh = False
+
+
+class ParkKeepsKeys(PagedCore):
+    def park(self) -> None: ...
+
+
+class ClearsNoPrefixes(PagedCore):
+    def invalidate(self) -> None:
+        self._must_refresh = True
+
+
+MOVED = "kept requests go on after the parameters have moved"
+COMMITTED = "after a commit kept requests attend only to keys of the new weights"
+SLEPT = "sleep keeps the tokens of kept requests and not their keys"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("mutant", "name"),
+    [
+        (MovedParametersAreNotRead, MOVED),
+        (ParkKeepsKeys, COMMITTED),
+        (ParkKeepsKeys, SLEPT),
+        (ClearsNoPrefixes, COMMITTED),
+    ],
+)
+def test_the_contract_names_the_clause_a_mutant_breaks(mutant: Any, name: str) -> None:
+    class Broken(PagedFactory):
+        paged_core_class = mutant
+
+    with pytest.raises(Violation, match=f"^{name}: "):
+        verify(name, Broken())
