@@ -48,6 +48,7 @@ class VLLMRollout(StreamingEngine):
         device: torch.device,
         current_weights: Callable[[], Weights] | None = None,
         adapter_folder: AdapterFolder | None = None,
+        keep_stale_kv: bool = False,
     ) -> None:
         """`parameters` has the parameters of the model, or with `adapter_folder` those of a LoRA adapter.
 
@@ -69,6 +70,9 @@ class VLLMRollout(StreamingEngine):
         """Whether a restarted process must load weights, because the model's files have old weights."""
         self._current_sleep_level: int | None = None  # None while awake
         self._request_keys = count()
+        self._keep_stale_kv = keep_stale_kv
+        self._num_commits = 0
+        """The salt of the prefix cache if keys are kept: vLLM clears the cache only if no request runs."""
         self._router = Router(self._processes)
         self._route = self._router.route
         self._restart_lock, self._wake_lock = asyncio.Lock(), asyncio.Lock()
@@ -99,8 +103,15 @@ class VLLMRollout(StreamingEngine):
         queue = process.open_stream(key)
         finished = False
         try:
-            prompt = request.prompt_ids + request.token_ids
-            process.send("add", key=key, prompt=prompt, sampling=params, priority=request.priority)
+            prompt = request.all_ids
+            process.send(
+                "add",
+                key=key,
+                prompt=prompt,
+                sampling=params,
+                priority=request.priority,
+                cache_salt=str(self._num_commits) if self._keep_stale_kv else None,
+            )
             while not finished:
                 item = await queue.get()
                 try:
@@ -180,14 +191,15 @@ class VLLMRollout(StreamingEngine):
     async def _restore(self, process: EngineProcess) -> None:
         """Loads the current weights into a process that does not have them."""
         if self._must_restore and self._adapter_folder is not None:
-            await process.call("adapter", folder=str(self._adapter_folder.current_checkpoint))
+            folder = str(self._adapter_folder.current_checkpoint)
+            await process.call("adapter", folder=folder, keep_kv=self._keep_stale_kv)
         elif self._must_restore:
             weights: Weights = self._host_copy.items()
             if self._current_weights is not None:
                 weights = self._current_weights()
             for index, bucket in enumerate(self._fill_buckets(weights)):
                 await process.call("load", first=index == 0, bucket=bucket)
-            await process.call("finish")
+            await process.call("finish", keep_kv=self._keep_stale_kv)
         process.needs_weights, process.num_loaded_buckets = False, 0
 
     async def _backend_sleep(self) -> None:
@@ -275,6 +287,7 @@ class VLLMRollout(StreamingEngine):
                 raise result
 
     async def _backend_commit(self, version: int) -> None:
+        self._num_commits += 1
         self._must_restore |= bool(self._loaded_names)
         if self._loaded_names and self._adapter_folder is not None:
             await asyncio.to_thread(self._adapter_folder.commit)
@@ -291,7 +304,7 @@ class VLLMRollout(StreamingEngine):
                 try:
                     has_all_buckets = 0 < process.num_loaded_buckets == self._num_buckets
                     if has_all_buckets:
-                        await process.call("finish")
+                        await process.call("finish", keep_kv=self._keep_stale_kv)
                         process.needs_weights, process.num_loaded_buckets = False, 0
                     else:
                         await self._restore(process)

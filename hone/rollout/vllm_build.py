@@ -100,6 +100,7 @@ def build_vllm(spec: RolloutSpec) -> RolloutEngine:
         device=spec.device,
         current_weights=spec.current_weights if folder is None else None,
         adapter_folder=folder,
+        keep_stale_kv=spec.keeps_stale_kv,
     )
 
     async def start() -> None:

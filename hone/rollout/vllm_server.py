@@ -180,10 +180,13 @@ class Server:
     def add(self, frame: Frame) -> None:
         """Adds a request to the engine, or sends vLLM's error if it refuses the request."""
         key, engine = frame["key"], self._llm.llm_engine
+        prompt = {"prompt_token_ids": frame["prompt"]}
+        if (salt := frame.get("cache_salt")) is not None:
+            prompt["cache_salt"] = salt
         try:
             request = engine.input_processor.process_inputs(
                 key,
-                {"prompt_token_ids": frame["prompt"]},
+                prompt,
                 self._sampling_params_class(
                     **frame["sampling"],
                     logprobs=0,
@@ -192,7 +195,7 @@ class Server:
                 ),
                 supported_tasks=engine.get_supported_tasks(),
                 lora_request=self._lora_request,
-                priority=frame["priority"],
+                priority=frame.get("priority", 0),
             )
             engine.input_processor.assign_request_id(request)
             engine.engine_core.add_request(request)
@@ -222,10 +225,15 @@ class Server:
         self._llm.update_weights({"update_info": bucket})
 
     def finish(self, frame: Frame) -> None:
-        """Ends a weight update; running requests recompute their KV cache."""
+        """Ends a weight update; running requests recompute their KV cache, unless it is kept."""
         self._llm.finish_weight_update()
         self._updating = False
-        self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
+        self._reset_cache(frame)
+
+    def _reset_cache(self, frame: Frame) -> None:
+        """Clears the prefix cache and the KV cache of running requests, unless `keep_kv` is set."""
+        if not frame.get("keep_kv"):
+            self._llm.llm_engine.reset_prefix_cache(reset_running_requests=True)
 
     def adapter(self, frame: Frame) -> None:
         """Loads a folder's LoRA adapter for all requests; unloads the previous adapter."""
@@ -236,7 +244,7 @@ class Server:
             engine.remove_lora(1)
         self._lora_request = LoRARequest("hone", 1, frame["folder"])
         engine.add_lora(self._lora_request)
-        engine.reset_prefix_cache(reset_running_requests=True)
+        self._reset_cache(frame)
 
     def sleep(self, frame: Frame) -> None:
         """Frees memory; paused requests recompute their KV cache after `wake_up`."""

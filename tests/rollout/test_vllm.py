@@ -39,7 +39,8 @@ from . import (  # noqa: F401
     clauses_sampling,
     models,
 )
-from .engine_contract import CLAUSES, Violation, verify
+from .engine_contract import CLAUSES, Violation, play, verify
+from .engine_contract import update as contract_update
 from .factories import NativeFactory
 from .test_vllm_process import fake_python
 from .vllm_factory import SharedVLLM, VLLMFactory, vllm
@@ -155,6 +156,12 @@ class EndTokensAreNotSent(SharedVLLM):
         self._rules = RequestRules.of(model.lm.config, (), models.TOKENIZER)
 
 
+class KeepsStaleKeys(SharedVLLM):
+    def __init__(self, model: Any, max_num_seqs: int) -> None:
+        super().__init__(model, max_num_seqs)
+        self._keep_stale_kv = True
+
+
 class PriorityIgnored(SharedVLLM):
     async def _decode_request(self, request: Request) -> TokenOutput:
         return await super()._decode_request(replace(request, priority=0))
@@ -177,6 +184,7 @@ MUTANTS = [
     (OldWeightsStay, "new weights are used from the next token"),
     (UnknownTensorsAreSkipped, "weights with unknown names are refused"),
     (EndTokensAreNotSent, "the end token ends a response unless ignored"),
+    (KeepsStaleKeys, "after a commit kept requests attend only to keys of the new weights"),
     (PriorityIgnored, "the lowest priority starts first and ties by arrival"),
     (AbortEndsEveryRequest, "abort ends the named requests alone"),
 ]
@@ -200,6 +208,36 @@ def test_the_contract_names_the_clause_a_mutant_breaks(mutant: type[SharedVLLM],
 
     with pytest.raises(Violation, match=f"^{name}: "):
         verify(name, Factory())
+
+
+@vllm
+@pytest.mark.usefixtures("heads_of_32_numbers")
+def test_no_later_request_shares_stale_keys_that_are_kept() -> None:
+    class Factory(VLLMFactory):
+        engine_class = KeepsStaleKeys
+
+    new = models.policy(seed=1)
+    prompt = models.prompts(1, 300, 300)[0]  # two blocks of vLLM's cache on a CPU
+    with Factory().engine(models.policy()) as engine:
+
+        async def outputs() -> list[TokenOutput]:
+            with Factory().slow_motion():
+                running = clauses_control.Watched(engine, prompt, LONG, "kept")
+                await running.in_progress()
+                await engine.pause(keep=True)
+            await contract_update(engine, new.lm.named_parameters(), 1)
+            await engine.resume()
+            sampling = replace(LONG, max_tokens=8)
+            first = await engine.generate(prompt, sampling, "first")
+            second = await engine.generate(prompt, sampling, "second")
+            return [await running.job, first, second]
+
+        kept, first, second = play(outputs())
+    assert set(kept.versions) == {0, 1}
+    expected = models.trainer_log_probs(new, prompt, first.token_ids, 1.0)
+    assert first.cached_tokens == 0 < (second.cached_tokens or 0)
+    for out in (first, second):
+        assert out.log_probs == pytest.approx(expected, abs=1e-4)
 
 
 # -- deaths, updates and routes, over the fake -------------------------------------------------
