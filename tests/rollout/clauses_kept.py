@@ -83,7 +83,7 @@ def kept_requests_go_on_after_the_parameters_have_moved(factory: Factory) -> Non
     with factory.engine(model) as engine:
 
         async def change() -> None:
-            move(model)
+            move(factory.decoding_policy(engine, model))
             await engine.wake_up()
 
         outputs, counts = play(kept(factory, engine, change))
@@ -102,7 +102,7 @@ def sleep_keeps_the_tokens_of_kept_requests_and_not_their_keys(factory: Factory)
             await engine.sleep()
             if "memory" in factory.traits:
                 assert factory.held_bytes(engine) == 0
-            move(model)
+            move(factory.decoding_policy(engine, model))
             await engine.wake_up()
 
         outputs, counts = play(kept(factory, engine, change))

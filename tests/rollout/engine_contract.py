@@ -66,6 +66,10 @@ class Factory(ABC):
     def held_bytes(self, engine: Any) -> int:
         raise NotImplementedError
 
+    def decoding_policy(self, engine: Any, policy: PolicyModel) -> PolicyModel:
+        """Returns the module that the engine decodes with, if it uses a module."""
+        return policy
+
     def slow_motion(self) -> AbstractContextManager[None]:
         """Slows sampling down in the block, so that a call reaches a long request before its end."""
         return nullcontext()

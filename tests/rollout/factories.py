@@ -94,6 +94,9 @@ class NativeFactory(Factory):
     def held_bytes(self, engine: Any) -> int:
         return engine._core.cache.nbytes
 
+    def decoding_policy(self, engine: Any, policy: PolicyModel) -> PolicyModel:
+        return engine._core.policy
+
     def phases(self, engine: Any) -> dict[str, Place]:
         core = engine._core
         return {
