@@ -65,7 +65,7 @@ class AgentData:
     def add_observation(self, ids: Sequence[int], role: str) -> None:
         """Appends the tokens of an observation."""
         count = len(ids)
-        self._append(ids, 0, [0.0] * count, [self.versions[-1]] * count, role)
+        self._append(ids, 0, [0.0] * count, self.versions[-1:] * count, role)
         self.user_turns += 1
 
     def add_reward(self, name: str, reward: float) -> None:

@@ -81,7 +81,10 @@ def _problems(output: AgentLoopOutput, row: Row, vocab_size: int | None) -> Iter
     for field in ("response_mask", "response_logprobs", "versions"):
         value = getattr(output, field)
         if value is not None and len(value) != num_tokens:
-            yield f"{num_tokens} response_ids but {len(value)} {field}; give one entry per token"
+            yield (
+                f"{num_tokens} response_ids but {len(value)} {field}; give one entry per token, as the "
+                "engine must in TokenOutput"
+            )
     if len(output.prompt_ids) == 0 or num_tokens == 0:
         yield "an empty prompt or response"
     mask = list(output.response_mask)

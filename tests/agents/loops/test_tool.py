@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,6 +105,28 @@ def test_a_call_is_answered_and_the_model_speaks_again(
     assert grown[: len(one)] == one
     assert grown[: len(two)] == two
     assert grown[: len(three)] == three
+
+
+@pytest.mark.parametrize(
+    ("missing", "field"), [("versions", "versions"), ("log_probs", "logprobs")]
+)
+def test_an_engine_that_leaves_out_what_a_token_needs_is_refused(
+    run_row: Callable[..., Any], missing: str, field: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        ScriptedRollout,
+        "generate",
+        lambda self, *args, **options: _without(missing, GENERATE(self, *args, **options)),
+    )
+    with pytest.raises(AgentLoopFailed, match=rf"{field}; give one entry per token, as the engine"):
+        run_row([call_text("42"), "42"])
+
+
+GENERATE = ScriptedRollout.generate
+
+
+async def _without(field: str, output: Any) -> Any:
+    return replace(await output, **{field: []})
 
 
 def test_observations_have_no_log_prob_and_the_version_of_their_turn(
