@@ -105,6 +105,8 @@ class RolloutWorker(Worker):
             del self._lease  # the engine has its own weights; only the facts were needed
         self._lease_address_version: int | None = None
         """`Lease.address_version` at the engine's last wake_up; None before the first and during sleep."""
+        self._is_paused_outside_lease = False
+        """Whether requests wait for the next lease; an engine with its own thread would go on without it."""
         self.runner = LoopRunner(
             run_config,
             self.engine,
@@ -195,7 +197,15 @@ class RolloutWorker(Worker):
             if address_version != self._lease_address_version:
                 run_coroutine(self.engine.wake_up())
                 self._lease_address_version = address_version
+            if self._is_paused_outside_lease:
+                run_coroutine(self.engine.resume())
+                self._is_paused_outside_lease = False
             runner.run_until(lambda: n_groups is not None and runner.num_ready() >= n_groups)
+            traits = self.engine.traits
+            is_pausable = traits.uses_policy_module and traits.pause_keeps_requests
+            if is_pausable and runner.pending_uids():
+                run_coroutine(self.engine.pause(keep=True))
+                self._is_paused_outside_lease = True
         groups = runner.pop_finished(n_groups)
         if rollout.free_cache_engine and not runner.pending_uids():
             run_coroutine(self.engine.sleep())
@@ -266,12 +276,13 @@ class RolloutWorker(Worker):
         run_coroutine(self._update(stream, version))
 
     async def _update(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
-        """Pauses the engine, loads the weights as this version, and resumes."""
+        """Pauses the engine, loads the weights as this version, and resumes unless a lease is needed."""
         await self.engine.pause(keep=self.engine.traits.pause_keeps_requests)
         await self.engine.begin_update()
         await self.engine.load(weights)
         await self.engine.commit(version)
-        await self.engine.resume()
+        if not self._is_paused_outside_lease:
+            await self.engine.resume()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def close(self) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import time
+
+import numpy as np
 import pytest
 
-from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker, with_row_ids
 from tests.workers.tasks import config_of, prompts, write_model
 
 
@@ -33,5 +36,36 @@ def test_the_engine_wakes_up_after_parameters_moved_or_after_sleep(
         worker.load_checkpoint(str(tmp_path / "saved"))
         worker.generate_sequences(prompts())
         assert len(calls) == 2 + again
+    finally:
+        worker.close()
+
+
+def test_an_engine_with_its_own_thread_decodes_with_the_actors_parameters_only_in_a_lease(
+    tmp_path,
+) -> None:
+    model = write_model(tmp_path / "model", max_positions=512)
+    overrides = ("actor_rollout_ref.rollout.name=hf", "data.max_response_length=400")
+    worker = ActorRolloutRefWorker(config_of(model, *overrides), "actor_rollout")
+    worker.init_model()
+    rollout = worker.rollout
+    try:
+        for uid, max_tokens in (("short", 1), ("long", 400)):
+            rows = with_row_ids(prompts())[:1]
+            rows.non_tensor_batch["uid"][:] = uid
+            rows.non_tensor_batch["trajectory_id"] = np.array([uid], dtype=object)
+            sampling = {"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True}
+            rows.meta_info = {"sampling_params": sampling}
+            rollout.submit(rows)
+        (first,) = rollout.pop_finished_groups(1, 0.0).groups
+        assert first.uid == "short"
+        (running,) = rollout.engine._running
+        num_tokens = len(running.request.token_ids)
+        for change in (lambda: None, lambda: rollout.switch_to_actor_weights(5)):
+            change()
+            time.sleep(0.3)
+            assert len(running.request.token_ids) == num_tokens < 400
+        (second,) = rollout.pop_finished_groups(1, 0.0).groups
+        (output,) = second.outputs
+        assert output.versions == [0] * num_tokens + [5] * (400 - num_tokens)
     finally:
         worker.close()
