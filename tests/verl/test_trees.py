@@ -15,8 +15,7 @@ from hone.config.trees import PPOTrainerConfig
 from hone.trainer.command_line import compose_arguments
 from hone.trainer.starting_values import starting_values
 from hone.verl.rules import matches_pattern, new_name
-
-from .tree_defaults import DEFAULTS, HONES_OWN, SCRIPT_VALUES, SCRIPTS, Values
+from tests.verl.tree_defaults import DEFAULTS, HONES_OWN, SCRIPT_VALUES, SCRIPTS, Values
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GSPO = [f"{ACTOR}.policy_loss.loss_mode=gspo", "algorithm.adv_estimator=grpo", f"{ROLLOUT}.n=2"]

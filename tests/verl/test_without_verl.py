@@ -15,6 +15,11 @@ from hone.tracking import read_metrics
 from tests.trainer.around_fixtures import sft_settings
 from tests.trainer.runs import Task
 
+# The finder of an editable installation would find the missing package in the checkout.
+NO_EDITABLE_FINDER = """
+import sys
+sys.meta_path[:] = [f for f in sys.meta_path if "__editable__" not in getattr(f, "__module__", "")]
+"""
 NO_MODULE = "import hone; from hone.utils.reward_score import gsm8k"
 PYTHON_DOOR = """
 import hone
@@ -30,6 +35,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("clone")
     left_out = shutil.ignore_patterns("__pycache__", "verl")
     shutil.copytree(Path(hone.__file__).parent, folder / "hone", ignore=left_out)
+    (folder / "sitecustomize.py").write_text(NO_EDITABLE_FINDER)
     return folder
 
 
@@ -71,10 +77,13 @@ def test_sft_takes_a_step(clone: Path, task: Task) -> None:
     assert "train/loss" in read_metrics(clone / "sft")[-1]
 
 
-def test_the_config_is_shown(clone: Path) -> None:
-    assert "adv_estimator: grpo" in output(
-        clone, "-m", "hone.cli", "config", "show", "algorithm.adv_estimator=grpo"
-    )
+def test_the_config_knows_hones_own_keys(clone: Path) -> None:
+    config = "-m", "hone.cli", "config"
+    shown = output(clone, *config, "show", "algorithm.adv_estimator=grpo")
+    assert "adv_estimator: grpo" in shown
+    assert "rollout.n" in output(clone, *config, "explain", "actor_rollout_ref.rollout.n")
+    key_of_search_r1 = run(clone, *config, "show", "data.max_obs_length=3")
+    assert "data has no key 'max_obs_length'" in key_of_search_r1.stderr
 
 
 def test_a_python_program_trains(clone: Path, task: Task) -> None:

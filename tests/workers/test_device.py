@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 
+from hone.config import ConfigError
 from hone.config.engine import FSDPConfig
 from hone.engine import sharding
 from hone.workers import actor, critic, train_worker
@@ -29,7 +30,7 @@ def test_auto_without_a_gpu_is_the_cpu(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert pick_device("auto", 3) == CPU
     assert pick_device("cpu", 0) == CPU
-    with pytest.raises(RuntimeError, match=r"trainer\.device=cuda.*use trainer\.device=cpu"):
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda.*use trainer\.device=cpu"):
         pick_device("cuda", 0)
 
 

@@ -232,9 +232,9 @@ def loss_of_verl_0_5(
     return loss, torch.tensor(0.25), torch.tensor(0.5), torch.tensor(0.0)
 
 
-def loss_with_a_column(old, new, adv, mask, ref_log_prob):
-    assert ref_log_prob.shape == new.shape
-    return agg_loss(-adv * new, mask, "token-mean"), {}
+def loss_with_a_column(log_prob, advantages, response_mask, ref_log_prob):
+    assert ref_log_prob.shape == log_prob.shape
+    return agg_loss(-advantages * log_prob, response_mask, "token-mean"), {}
 
 
 loss_with_a_column.needs = ("ref_log_prob",)
