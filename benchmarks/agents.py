@@ -16,14 +16,13 @@ from typing import Any
 
 import torch
 
+from hone.agents.groups import GroupRequest
 from hone.agents.parsers.contract import ToolCall, ToolParser
 from hone.agents.runner import LoopRunner
 from hone.agents.tools.contract import BaseTool, ToolResponse, function_schema
 from hone.config import PPOTrainerConfig
 from hone.models.policy import PolicyModel
 from hone.models.tiny import character_tokenizer, tiny_lm
-from hone.protocol import DataProto
-from hone.protocol.rows import object_array
 from hone.rollout.native.core import NativeCore
 from hone.rollout.native.engine import NativeRollout
 from hone.verl.dialect import load_config
@@ -80,25 +79,30 @@ def configured(folder: Path) -> PPOTrainerConfig:
     )
 
 
-def rows(sleeps: list[list[float]]) -> DataProto:
-    names = [f"t{i}" for i in range(len(sleeps))]
-    columns = {
-        "uid": names,
-        "trajectory_id": names,
-        "sample_index": [0] * len(names),
-        "raw_prompt": [f"task {i:04d}:" for i in range(len(names))],
-        "tools_kwargs": [{"wait": {"create_kwargs": {"sleeps": nap}}} for nap in sleeps],
-    }
-    data = DataProto.from_dict(non_tensors={k: object_array(v) for k, v in columns.items()})
+def requests(sleeps: list[list[float]]) -> list[GroupRequest]:
     sampling = {"temperature": 1.0, "max_tokens": TOKENS, "ignore_eos": True}
-    data.meta_info["sampling_params"] = sampling
-    return data
+    return [
+        GroupRequest(
+            i,
+            (
+                {
+                    "uid": f"t{i}",
+                    "trajectory_id": f"t{i}",
+                    "sample_index": 0,
+                    "raw_prompt": f"task {i:04d}:",
+                    "tools_kwargs": {"wait": {"create_kwargs": {"sleeps": nap}}},
+                },
+            ),
+            (sampling,),
+        )
+        for i, nap in enumerate(sleeps)
+    ]
 
 
 def seconds(runner: LoopRunner, sleeps: list[list[float]]) -> float:
     """Wall time of the trajectories with these sleeps."""
     started = time.perf_counter()
-    runner.submit(rows(sleeps))
+    runner.submit(requests(sleeps))
     runner.run_until(lambda: False)
     spent = time.perf_counter() - started
     for group in runner.pop_finished():

@@ -272,10 +272,9 @@ def loop_of_the_agents_page() -> str:
 
 def played(answers: list[str], *overrides: str) -> tuple[str, str]:
     """What the loop of the page made of two answers: all of it, and what the policy wrote."""
+    from hone.agents.groups import GroupRequest
     from hone.agents.runner import LoopRunner
-    from hone.data.prompts import collate_fn
     from hone.models.tiny import character_tokenizer
-    from hone.protocol import DataProto
     from hone.rollout.scripted import ScriptedRollout
     from hone.verl.dialect import load_config
 
@@ -289,9 +288,7 @@ def played(answers: list[str], *overrides: str) -> tuple[str, str]:
         "sample_index": 0,
         "trajectory_id": "u-0",
     }
-    rows = DataProto(batch=None, non_tensor_batch=collate_fn([row]))
-    rows.meta_info["sampling_params"] = {"temperature": 1.0}
-    runner.submit(rows)
+    runner.submit([GroupRequest(0, (row,), ({"temperature": 1.0},))])
     runner.run_until(lambda: False)  # until no loop runs
     ((output,),) = (group.outputs for group in runner.pop_finished())
     written = [

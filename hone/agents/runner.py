@@ -15,14 +15,14 @@ from typing import Any
 
 from hone.agents.collate import check_output
 from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.groups import FinishedGroup, GroupRequest
 from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
 from hone.event_loop import LoopThread, PhaseDeadlines, run_with_deadline
-from hone.protocol import DataProto
 from hone.rollout.contract import RolloutEngine, is_driven, trajectory_seed
 from hone.tokenizer import Tokenizer
-from hone.types import Fields, Row
+from hone.types import Row, Settings
 
 _PHASE = "agent loops"
 
@@ -31,32 +31,20 @@ class AgentLoopFailed(RuntimeError):
     """Raised after the failure of a loop; the message names the loop, the row and the error."""
 
 
-@dataclass(frozen=True)
-class FinishedGroup:
-    """The trajectories of one uid."""
-
-    uid: str
-    submission: int  # the number that `submit` returned
-    row_indices: tuple[int, ...]  # per output, the index of its row in the submitted batch
-    outputs: tuple[AgentLoopOutput, ...]  # at least one output per row, in row order
-
-
 @dataclass(eq=False)
 class _Group:
-    """The rows of one uid, from their submission until they are returned or aborted."""
+    """A group from its submission until it is returned or aborted."""
 
-    uid: str
-    submission: int
-    rows: dict[int, Row] = field(default_factory=dict)
-    """The data rows by their index in the submitted batch."""
+    request: GroupRequest
     outputs: dict[int, Sequence[AgentLoopOutput]] = field(default_factory=dict)
     tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
     is_aborted: bool = False
 
     def to_finished_group(self) -> FinishedGroup:
-        pairs = [(index, output) for index in self.rows for output in self.outputs[index]]
+        indices = range(len(self.request.rows))
+        pairs = [(index, output) for index in indices for output in self.outputs[index]]
         row_indices, outputs = zip(*pairs, strict=True)
-        return FinishedGroup(self.uid, self.submission, row_indices, outputs)
+        return FinishedGroup(self.request.number, row_indices, outputs)
 
 
 class LoopRunner:
@@ -85,7 +73,6 @@ class LoopRunner:
         self._condition = threading.Condition()
         self._groups: list[_Group] = []  # submitted and not yet returned, in submission order
         self._ready_groups: list[_Group] = []  # finished and not yet returned, in finish order
-        self._num_submissions = 0
         self._active_submissions = 0  # submissions with running loops
         self._submission_tasks: set[asyncio.Task[None]] = set()
         self._loop_thread: LoopThread[bool] | None = None  # ends when no submission is running
@@ -95,58 +82,66 @@ class LoopRunner:
         self._is_waiting_for_requests = False
         self._is_closed = False
 
-    def submit(self, rows: DataProto) -> int:
-        """Starts a loop for each row, groups the rows by uid, and returns the submission's number.
-
-        `meta_info["sampling_params"]` holds the sampling parameters.
-        """
-        columns, sampling = rows.non_tensor_batch, rows.meta_info["sampling_params"]
-        for agent_name in columns.get("agent_name", ()):
-            self._factory_of(agent_name)  # raises on an unknown name
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Starts a loop for each row of these groups."""
+        for request in requests:
+            for row in request.rows:
+                self._factory_of(row.get("agent_name"))  # raises on an unknown name
         with self._condition:
             if self._is_closed:
                 raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
-            self._num_submissions += 1
-            groups: dict[str, _Group] = {}
-            for index, uid in enumerate(columns["uid"]):
-                group = groups.setdefault(uid, _Group(uid, self._num_submissions))
-                group.rows[index] = {name: values[index] for name, values in columns.items()}
-            self._groups += groups.values()
+            groups = [_Group(request) for request in requests]
+            self._groups += groups
             if self._loop_thread is None or self._active_submissions == 0:
                 self._all_submissions_ended = asyncio.Event()
                 self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
                 self._loop_thread.start()
             self._active_submissions += 1
-            self._loop_thread.call_soon(self._start_submission, list(groups.values()), sampling)
-            return self._num_submissions
+            self._loop_thread.call_soon(self._start_submission, groups)
 
-    def pop_finished(self, n_groups: int | None = None, wait_s: float = 0.0) -> list[FinishedGroup]:
+    def pop_finished(
+        self,
+        n_groups: int | None = None,
+        wait_s: float = 0.0,
+        numbers: Collection[int] | None = None,
+    ) -> list[FinishedGroup]:
         """Removes and returns up to `n_groups` finished groups (None: all), in finish order.
 
-        Waits up to `wait_s` seconds until `n_groups` groups have finished.
+        Waits up to `wait_s` seconds until `n_groups` groups have finished. With `numbers`, only these groups
+        count.
         """
         with self._condition:
             self._condition.wait_for(
-                lambda: self._all_ended() or (n_groups is not None and self._has_ready(n_groups)),
+                lambda: (
+                    self._all_ended()
+                    or (n_groups is not None and self.num_ready(numbers) >= n_groups)
+                ),
                 wait_s,
             )
             self._raise_failure()
-            groups = self._ready_groups[:n_groups]
-            del self._ready_groups[:n_groups]
+            groups = self._ready(numbers)[:n_groups]
+            self._ready_groups = [group for group in self._ready_groups if group not in groups]
             returned_groups = set(groups)
             self._groups = [group for group in self._groups if group not in returned_groups]
             return [group.to_finished_group() for group in groups]
 
-    def num_ready(self) -> int:
-        """Returns the number of groups that `pop_finished` would return without waiting."""
+    def num_ready(self, numbers: Collection[int] | None = None) -> int:
+        """Returns the number of groups (of `numbers`) that `pop_finished` would return without waiting."""
         with self._condition:
-            return len(self._ready_groups)
+            return 0 if self._failure is not None else len(self._ready(numbers))
 
-    def pending_uids(self) -> list[str]:
-        """Returns the uids that were submitted and not yet returned, in submission order."""
+    def _ready(self, numbers: Collection[int] | None) -> list[_Group]:
+        return [
+            group
+            for group in self._ready_groups
+            if numbers is None or group.request.number in numbers
+        ]
+
+    def pending_numbers(self) -> list[int]:
+        """Returns the numbers of the groups that were not yet returned, in submission order."""
         with self._condition:
-            return [group.uid for group in self._groups]
+            return [group.request.number for group in self._groups]
 
     def run_until(self, is_done: Callable[[], bool]) -> None:
         """Decodes in this thread until `is_done()` is true or no loop is running."""
@@ -196,10 +191,14 @@ class LoopRunner:
         )
         self._decode_thread.start()
 
-    def abort(self, uids: Collection[str] | None = None) -> None:
+    def abort(self, numbers: Collection[int] | None = None) -> None:
         """Cancels the loops of these groups (None: all); `pop_finished` never returns them."""
         with self._condition:
-            aborted_groups = [group for group in self._groups if uids is None or group.uid in uids]
+            aborted_groups = [
+                group
+                for group in self._groups
+                if numbers is None or group.request.number in numbers
+            ]
             for group in aborted_groups:
                 group.is_aborted = True
             self._groups = [group for group in self._groups if not group.is_aborted]
@@ -216,9 +215,6 @@ class LoopRunner:
         self._wait_for_loops()
         if self._decode_thread is not None:
             self._decode_thread.join(timeout=LOOPS_GRACE_S)
-
-    def _has_ready(self, n_groups: int) -> bool:
-        return self._failure is None and len(self._ready_groups) >= n_groups
 
     def _all_ended(self) -> bool:
         """Returns whether all loops have ended; sets a failure if their event loop ended first."""
@@ -276,16 +272,16 @@ class LoopRunner:
 
     # -- in the event loop ---------------------------------------------------------------------
 
-    def _start_submission(self, groups: list[_Group], sampling: Fields) -> None:
-        task = asyncio.get_running_loop().create_task(self._run_submission(groups, sampling))
+    def _start_submission(self, groups: list[_Group]) -> None:
+        task = asyncio.get_running_loop().create_task(self._run_submission(groups))
         self._submission_tasks.add(task)
         task.add_done_callback(self._submission_tasks.discard)
 
-    async def _run_submission(self, groups: list[_Group], sampling: Fields) -> None:
+    async def _run_submission(self, groups: list[_Group]) -> None:
         """Runs the loops of one submission; its first failure cancels all submissions."""
         try:
             with self._deadlines.timed(_PHASE) as limit_s:
-                await self._run_loops(groups, sampling, limit_s)
+                await self._run_loops(groups, limit_s)
         except Exception as error:
             with self._condition:
                 self._failure = self._failure or error
@@ -297,18 +293,17 @@ class LoopRunner:
                     self._all_submissions_ended.set()
             self._notify()
 
-    async def _run_loops(self, groups: list[_Group], sampling: Fields, limit_s: float) -> None:
+    async def _run_loops(self, groups: list[_Group], limit_s: float) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
         self._creation_error: Exception | None = None  # of the first loop that cannot be created
         tasks: dict[asyncio.Task[None], str] = {}  # task -> uid
-        group_by_index = {
-            index: group for group in groups if not group.is_aborted for index in group.rows
-        }
-        for index in sorted(group_by_index):
-            group = group_by_index[index]
-            task = asyncio.create_task(self._run_trajectory(group, index, sampling))
-            group.tasks.append(task)
-            tasks[task] = group.uid
+        for group in groups:
+            if group.is_aborted:
+                continue
+            for index, row in enumerate(group.request.rows):
+                task = asyncio.create_task(self._run_trajectory(group, index))
+                group.tasks.append(task)
+                tasks[task] = row["uid"]
         if not tasks:
             return
         try:
@@ -330,16 +325,19 @@ class LoopRunner:
                 f"(asyncio.wait_for), or {self._deadlines.advice(_PHASE)}"
             )
 
-    async def _run_trajectory(self, group: _Group, index: int, sampling: Fields) -> None:
-        group.outputs[index] = await self._make_trajectory(group.rows[index], dict(sampling))
+    async def _run_trajectory(self, group: _Group, index: int) -> None:
+        request = group.request
+        group.outputs[index] = await self._make_trajectory(
+            request.rows[index], request.samplings[index]
+        )
         with self._condition:
-            is_complete = len(group.outputs) == len(group.rows) and not group.is_aborted
+            is_complete = len(group.outputs) == len(request.rows) and not group.is_aborted
             if is_complete:
                 self._ready_groups.append(group)
         if is_complete:
             self._notify()
 
-    async def _make_trajectory(self, row: Row, sampling: Fields) -> list[AgentLoopOutput]:
+    async def _make_trajectory(self, row: Row, sampling: Settings) -> list[AgentLoopOutput]:
         """Runs the row's loop and returns the outputs of its trajectory, usually one."""
         name, factory = self._factory_of(row.get("agent_name"))
         max_tokens = self._rollout.response_length
@@ -359,7 +357,7 @@ class LoopRunner:
                 self._creation_error = error
                 raise
             loop.request_id = row["trajectory_id"]
-            result: Any = await loop.run(sampling, **row)
+            result: Any = await loop.run(dict(sampling), **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
             for output in outputs:
                 check_output(output, name, row=row, vocab_size=self._vocab_size)

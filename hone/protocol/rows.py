@@ -54,6 +54,12 @@ def column_array(values: Sequence[JsonValue] | np.ndarray) -> np.ndarray:
     return object_array(items).reshape(shape)
 
 
+def row_dicts(columns: Mapping[str, np.ndarray]) -> list[Fields]:
+    """Returns each row of the columns as a dict."""
+    values = zip(*columns.values(), strict=True)
+    return [dict(zip(columns, row_values, strict=True)) for row_values in values]
+
+
 def object_array(values: Sequence[T] | np.ndarray) -> np.ndarray:
     """Returns a 1-d object array with one element per value, even for lists; returns an array unchanged."""
     if isinstance(values, np.ndarray):

@@ -18,6 +18,7 @@ import numpy as np
 
 from hone.agents.collate import DERIVED_COLUMNS, LOOP_SCORE_COLUMN, collate_outputs, loop_metrics
 from hone.agents.contract import default_sampling, validation_sampling
+from hone.agents.groups import GroupRequest
 from hone.agents.joining import join_ranks
 from hone.columns import write
 from hone.config.block import Block
@@ -25,6 +26,7 @@ from hone.controller import Dispatch, Worker, register
 from hone.controller.contract import DEFAULT_MESH, ArgumentsPerRank, Batch, WorkerGroupLike
 from hone.controller.dispatch import dispatch_nd_compute_dataproto
 from hone.protocol import DataProto, object_array
+from hone.protocol.rows import row_dicts
 from hone.types import Function
 from hone.workers.actor import ActorWorker, ReferenceWorker
 from hone.workers.rollout_worker import RolloutWorker
@@ -161,22 +163,23 @@ class ActorRolloutRefWorker(Worker):
         sampling = validation_sampling(rollout) if is_validation else default_sampling(rollout)
         if not meta_info.get("do_sample", True):
             sampling["temperature"] = 0.0
-        rows.meta_info = {"sampling_params": meta_info.get("sampling_params", sampling)}
-        self.rollout.submit(rows)
-        result = self.rollout.pop_finished_groups(None, 0.0)
+        sampling = dict(meta_info.get("sampling_params", sampling))
+        numbers = range(-len(rows), 0)  # never those of a trainer's groups
+        if self.rollout.is_leader:
+            pairs = zip(numbers, row_dicts(columns), strict=True)
+            self.rollout.submit(
+                [GroupRequest(number, (row,), (sampling,)) for number, row in pairs]
+            )
+        result = self.rollout.pop_finished_groups(None, 0.0, numbers)
         if not self.rollout.is_leader:
             return DataProto()
-        pairs = [
-            pair
-            for group in result.groups
-            for pair in zip(group.row_indices, group.outputs, strict=True)
-        ]
-        if len(pairs) > len(rows):
+        groups = sorted(result.groups, key=lambda group: group.number)
+        outputs = [output for group in groups for output in group.outputs]
+        if len(outputs) > len(rows):
             raise ValueError(
                 "an agent loop returned several rows for a trajectory, and generate_sequences returns "
                 "one row per prompt row; train with hone.trainer.main_ppo"
             )
-        outputs = [output for _, output in sorted(pairs, key=lambda pair: pair[0])]
         batch = collate_outputs(outputs, pad_token_id=self.actor.tokenizer.pad_token_id)
         if not rollout.calculate_log_probs:
             batch.batch.pop("rollout_log_probs", None)

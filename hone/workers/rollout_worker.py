@@ -9,7 +9,7 @@ engine in another process receives weights (`streamed`) and decodes in its own t
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -17,7 +17,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from hone.agents.runner import FinishedGroup, LoopRunner
+from hone.agents.groups import FinishedGroup, GroupRequest
+from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
 from hone.controller.contract import DEFAULT_MESH
@@ -27,7 +28,6 @@ from hone.event_loop import run_coroutine
 from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.models.policy import PolicyModel
-from hone.protocol import DataProto
 from hone.rollout.build import build_rollout, check_exact_mode
 from hone.rollout.contract import RolloutSpec
 from hone.weights.contract import StreamAddress
@@ -159,22 +159,24 @@ class RolloutWorker(Worker):
         )
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE)
-    def submit(self, rows: DataProto | None) -> None:
-        """Starts an agent loop per row and returns immediately; `rows` is None for a rank without rows."""
-        if rows is not None and self.is_leader:
-            self.runner.submit(rows)
+    def submit(self, requests: Sequence[GroupRequest]) -> None:
+        """Starts the agent loops of these groups and returns immediately."""
+        if requests:
+            self.runner.submit(requests)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def pop_finished_groups(self, n_groups: int | None, wait_s: float) -> FinishedGroups:
+    def pop_finished_groups(
+        self, n_groups: int | None, wait_s: float, numbers: Collection[int] | None = None
+    ) -> FinishedGroups:
         """Returns up to `n_groups` finished groups (None: all); each group is returned once.
 
-        In the actor's process, the call decodes until enough groups are finished; in another process, the
-        call waits up to `wait_s` seconds.
+        With `numbers`, only these groups count. In the actor's process, the call decodes until enough groups
+        are finished; in another process, the call waits up to `wait_s` seconds.
         """
         if self.actor is None:
-            return FinishedGroups(self.runner.pop_finished(n_groups, wait_s))
+            return FinishedGroups(self.runner.pop_finished(n_groups, wait_s, numbers))
         if self._tensor_parallel_size == 1:
-            return self._decode(n_groups)
+            return self._decode(n_groups, numbers)
         from hone.rollout.native.leader import LeaderRollout
 
         if not isinstance(self.engine, LeaderRollout):
@@ -182,14 +184,17 @@ class RolloutWorker(Worker):
             self.runner.run_until(lambda: True)
             return FinishedGroups()
         try:
-            return self._decode(n_groups)
+            return self._decode(n_groups, numbers)
         finally:
             self.engine.release()
 
-    def _decode(self, n_groups: int | None) -> FinishedGroups:
+    def _decode(self, n_groups: int | None, numbers: Collection[int] | None) -> FinishedGroups:
         """Decodes in this thread until `n_groups` groups are finished (None: all), and returns them."""
         runner, start_time = self.runner, time.perf_counter()
         rollout = self.config.actor_rollout_ref.rollout
+        if numbers is not None:
+            numbers = {*numbers} & {*runner.pending_numbers()}
+            n_groups = len(numbers) if n_groups is None else min(n_groups, len(numbers))
         with ExitStack() as stack:
             address_version = 0  # an engine with its own weights needs no lease
             if self.engine.traits.uses_policy_module:  # all ranks enter together
@@ -200,14 +205,14 @@ class RolloutWorker(Worker):
             if self._is_paused_outside_lease:
                 run_coroutine(self.engine.resume())
                 self._is_paused_outside_lease = False
-            runner.run_until(lambda: n_groups is not None and runner.num_ready() >= n_groups)
+            runner.run_until(lambda: n_groups is not None and runner.num_ready(numbers) >= n_groups)
             traits = self.engine.traits
             is_pausable = traits.uses_policy_module and traits.pause_keeps_requests
-            if is_pausable and runner.pending_uids():
+            if is_pausable and runner.pending_numbers():
                 run_coroutine(self.engine.pause(keep=True))
                 self._is_paused_outside_lease = True
-        groups = runner.pop_finished(n_groups)
-        if rollout.free_cache_engine and not runner.pending_uids():
+        groups = runner.pop_finished(n_groups, numbers=numbers)
+        if rollout.free_cache_engine and not runner.pending_numbers():
             run_coroutine(self.engine.sleep())
             self._lease_address_version = None
         outputs = [output for group in groups for output in group.outputs]
@@ -220,9 +225,9 @@ class RolloutWorker(Worker):
         return FinishedGroups(groups, {"perf/mbu": mbu})
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def abort(self, uids: Collection[str] | None = None) -> None:
-        """Drops the groups of these uids, or all groups; they are never returned."""
-        self.runner.abort(uids)
+    def abort(self, numbers: Collection[int] | None = None) -> None:
+        """Drops these groups, or all groups; they are never returned."""
+        self.runner.abort(numbers)
 
     def _lease_policy(self) -> AbstractContextManager[Lease]:
         """Lends the module for decoding: the actor's, or this worker's own."""

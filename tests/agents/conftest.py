@@ -9,10 +9,12 @@ import numpy as np
 import pytest
 
 from hone.agents.collate import collate_outputs, loop_metrics, object_array
+from hone.agents.groups import GroupRequest
 from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
+from hone.protocol.rows import row_dicts
 from hone.rollout.contract import RolloutEngine
 from hone.verl.dialect import load_config
 
@@ -66,12 +68,11 @@ class CollatingRunner(LoopRunner):
     """Returns the batch that the trainer would collate."""
 
     def run(self, rows: DataProto) -> DataProto:
-        self.submit(rows)
+        sampling, row_list = rows.meta_info["sampling_params"], row_dicts(rows.non_tensor_batch)
+        self.submit([GroupRequest(i, (row,), (sampling,)) for i, row in enumerate(row_list)])
         self.run_until(lambda: False)  # until no loop runs
-        output_of_row = {
-            i: o for g in self.pop_finished() for i, o in zip(g.row_indices, g.outputs, strict=True)
-        }
-        outputs = [output_of_row[i] for i in sorted(output_of_row)]
+        groups = sorted(self.pop_finished(), key=lambda group: group.number)
+        outputs = [output for group in groups for output in group.outputs]
         batch = collate_outputs(outputs, pad_token_id=TOKENIZER.pad_token_id)
         batch.meta_info["metrics"] = loop_metrics([output.metrics for output in outputs])
         return batch
@@ -83,5 +84,22 @@ def runner(config: Callable[..., PPOTrainerConfig]) -> Callable[..., LoopRunner]
         engine: RolloutEngine, *overrides: str, run_seed: int = 1, tokenizer: Any = TOKENIZER
     ) -> LoopRunner:
         return CollatingRunner(config(*overrides), engine, tokenizer, run_seed=run_seed)
+
+    return build
+
+
+@pytest.fixture
+def requests() -> Callable[..., list[GroupRequest]]:
+    """Returns the rows of each uid as a group, with the sampling of the batch."""
+
+    def build(rows: DataProto, first_number: int = 0) -> list[GroupRequest]:
+        groups: dict[str, list[dict[str, Any]]] = {}
+        for row in row_dicts(rows.non_tensor_batch):
+            groups.setdefault(row["uid"], []).append(row)
+        sampling = rows.meta_info["sampling_params"]
+        return [
+            GroupRequest(number, tuple(group), (sampling,) * len(group))
+            for number, group in enumerate(groups.values(), first_number)
+        ]
 
     return build

@@ -11,7 +11,8 @@ import pytest
 import torch
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
-from hone.agents.runner import FinishedGroup, LoopRunner
+from hone.agents.groups import FinishedGroup, GroupRequest
+from hone.agents.runner import LoopRunner
 from hone.event_loop import run_coroutine
 from hone.models.policy import PolicyModel
 from hone.models.tiny import tiny_lm
@@ -77,24 +78,31 @@ def running(runner: Runner, tokenizer: Any) -> Callable[[], Any]:
 
 
 @pytest.fixture
-def submission(rows: Callable[..., DataProto]) -> Callable[[int], DataProto]:
-    def build(turns: int) -> DataProto:
+def submission(
+    rows: Callable[..., DataProto], requests: Callable[..., list[GroupRequest]]
+) -> Callable[[int], list[GroupRequest]]:
+    """The groups of loops with so many turns, numbered from 100 x turns."""
+
+    def build(turns: int) -> list[GroupRequest]:
         order = range(SAMPLES * len(PROMPTS))
-        return rows(
+        data = rows(
             [PROMPTS[i // SAMPLES] for i in order],
             uid=[f"{turns} turns, p{i // SAMPLES}" for i in order],
             sample_index=[i % SAMPLES for i in order],
             agent_name=["turns_for_test"] * len(order),
             turns=[turns] * len(order),
         )
+        return requests(data, 100 * turns)
 
     return build
 
 
-def bits(groups: list[FinishedGroup]) -> dict[str, list[Any]]:
+def bits(groups: list[FinishedGroup]) -> dict[int, list[Any]]:
     """Returns tokens, masks and log-probs of each group."""
     return {
-        group.uid: [(o.response_ids, o.response_mask, o.response_logprobs) for o in group.outputs]
+        group.number: [
+            (o.response_ids, o.response_mask, o.response_logprobs) for o in group.outputs
+        ]
         for group in groups
     }
 
@@ -110,7 +118,7 @@ def wait_for_groups(runner: LoopRunner, groups: int) -> list[FinishedGroup]:
 
 @pytest.mark.parametrize("turns", [1, 2, 5])
 def test_both_drivers_give_the_same_bits(
-    running: Callable[[], Any], submission: Callable[[int], DataProto], turns: int
+    running: Callable[[], Any], submission: Callable[[int], list[GroupRequest]], turns: int
 ) -> None:
     with running() as caller_driven:
         caller_driven.submit(submission(turns))
@@ -125,10 +133,10 @@ def test_both_drivers_give_the_same_bits(
 
 
 def test_submissions_that_overlap_give_what_they_give_one_by_one(
-    running: Callable[[], Any], submission: Callable[[int], DataProto]
+    running: Callable[[], Any], submission: Callable[[int], list[GroupRequest]]
 ) -> None:
     with running() as one_by_one:
-        expected: dict[str, list[Any]] = {}
+        expected: dict[int, list[Any]] = {}
         for turns in (1, 2, 5):
             one_by_one.submit(submission(turns))
             one_by_one.run_until(lambda: False)  # until no loop runs
@@ -146,7 +154,7 @@ def test_submissions_that_overlap_give_what_they_give_one_by_one(
 
 
 def test_the_rest_goes_on_after_some_groups_were_taken(
-    running: Callable[[], Any], submission: Callable[[int], DataProto]
+    running: Callable[[], Any], submission: Callable[[int], list[GroupRequest]]
 ) -> None:
     with running() as runner:
         runner.submit(submission(2))
@@ -155,7 +163,7 @@ def test_the_rest_goes_on_after_some_groups_were_taken(
     with running() as runner:
         runner.submit(submission(2))
         finished: list[FinishedGroup] = []
-        while runner.pending_uids():
+        while runner.pending_numbers():
             runner.run_until(lambda: runner.num_ready() >= 1)
             finished += runner.pop_finished(1)
     assert bits(finished) == expected

@@ -116,17 +116,6 @@ def test_sampling_parameters_and_the_length_limit_reach_the_engine(
     assert sampling.max_tokens == 12
 
 
-def test_rows_without_sampling_parameters_are_refused_and_leave_nothing_pending(
-    runner: Runner, rows: Rows, echo: ScriptedRollout
-) -> None:
-    data = rows(["a"])
-    data.meta_info.pop("sampling_params")
-    loops = runner(echo)
-    with pytest.raises(KeyError, match="sampling_params"):
-        loops.submit(data)
-    assert loops.pending_uids() == []
-
-
 def test_each_row_goes_through_the_loop_it_names(
     runner: Runner, rows: Rows, echo: ScriptedRollout, tokenizer: Any
 ) -> None:
@@ -432,12 +421,16 @@ def test_a_loop_that_exits_is_named(runner: Runner, rows: Rows, echo: ScriptedRo
 
 
 def test_token_ids_beyond_the_models_vocabulary_name_the_loop(
-    config: Callable[..., Any], rows: Rows, echo: ScriptedRollout, tokenizer: Any
+    config: Callable[..., Any],
+    rows: Rows,
+    requests: Callable[..., Any],
+    echo: ScriptedRollout,
+    tokenizer: Any,
 ) -> None:
     output = {"response_ids": [5, 11], "response_mask": [1, 1]}
     data = rows(["a"], agent_name=[register_loop("BadLoop")], output=[output])
     runner_with_vocab = LoopRunner(config(), echo, tokenizer, run_seed=1, vocab_size=11)
-    runner_with_vocab.submit(data)
+    runner_with_vocab.submit(requests(data))
     with pytest.raises(AgentLoopFailed, match=r"BadLoop.* from 5 to 11; the model knows 0 to 10"):
         runner_with_vocab.run_until(lambda: False)
 

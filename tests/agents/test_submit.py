@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 from hone.agents.contract import LOOPS, AgentLoopBase, AgentLoopOutput
+from hone.agents.groups import GroupRequest
 from hone.agents.runner import AgentLoopFailed, LoopRunner
 from hone.protocol import DataProto
 from hone.rollout.contract import RolloutError
 from hone.rollout.scripted import ScriptedRollout
 
 Rows = Callable[..., DataProto]
+Gated = Callable[..., list[GroupRequest]]
 Runner = Callable[..., LoopRunner]
 
 
@@ -49,19 +51,22 @@ def engine(tokenizer: Any) -> ScriptedRollout:
 
 
 @pytest.fixture
-def gated(rows: Rows) -> Callable[..., DataProto]:
-    """Returns rows whose loops wait for their events."""
+def gated(rows: Rows, requests: Callable[..., list[GroupRequest]]) -> Gated:
+    """Returns groups whose loops wait for their events."""
     GatedLoop.begun.clear()
     GatedLoop.ended.clear()
 
-    def build(uids: list[str], gates: list[threading.Event], **columns: list[Any]) -> DataProto:
-        return rows(
+    def build(
+        uids: list[str], gates: list[threading.Event], number: int = 0, **columns: list[Any]
+    ) -> list[GroupRequest]:
+        data = rows(
             ["a"] * len(uids),
             uid=uids,
             gate=gates,
             agent_name=["gated_for_test"] * len(uids),
             **columns,
         )
+        return requests(data, number)
 
     return build
 
@@ -73,57 +78,66 @@ def opened() -> threading.Event:
 
 
 def test_groups_come_as_they_end_and_each_once(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     slow, loops = threading.Event(), runner(engine)
-    first = loops.submit(gated(["a", "b", "a"], [slow, opened(), slow]))
-    second = loops.submit(gated(["c"], [opened()]))
-    assert loops.pending_uids() == ["a", "b", "c"]
+    loops.submit(gated(["a", "b", "a"], [slow, opened(), slow]))
+    loops.submit(gated(["c"], [opened()], number=7))
+    assert loops.pending_numbers() == [0, 1, 7]
     groups = [group for _ in range(2) for group in loops.pop_finished(1, 60.0)]
-    assert {(g.uid, g.submission, g.row_indices) for g in groups} == {
-        ("b", first, (1,)),
-        ("c", second, (0,)),
-    }
-    assert loops.pending_uids() == ["a"]
+    assert {(g.number, g.row_indices) for g in groups} == {(1, (0,)), (7, (0,))}
+    assert loops.pending_numbers() == [0]
     assert loops.pop_finished(1, 0.0) == []
     slow.set()
     (last,) = loops.pop_finished(None, 60.0)
-    assert (last.uid, last.row_indices, len(last.outputs)) == ("a", (0, 2), 2)
-    assert loops.pending_uids() == []
+    assert (last.number, last.row_indices, len(last.outputs)) == (0, (0, 1), 2)
+    assert loops.pending_numbers() == []
     assert loops.pop_finished(None, 60.0) == []
 
 
 def test_an_aborted_group_is_released_and_never_comes(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     never, loops = threading.Event(), runner(engine)
     loops.submit(gated(["a", "b", "c"], [never, opened(), never]))
     (group,) = loops.pop_finished(1, 60.0)
-    loops.abort(["a"])
-    assert (group.uid, loops.pending_uids()) == ("b", ["c"])
+    loops.abort([0])
+    assert (group.number, loops.pending_numbers()) == (1, [2])
     loops.abort()
     assert loops.pop_finished(None, 60.0) == []
     assert sorted(GatedLoop.ended) == ["a", "b", "c"]
-    loops.submit(gated(["d"], [opened()]))
-    assert [g.uid for g in loops.pop_finished(None, 60.0)] == ["d"]
+    loops.submit(gated(["d"], [opened()], number=3))
+    assert [g.number for g in loops.pop_finished(None, 60.0)] == [3]
+
+
+def test_named_groups_are_taken_alone(
+    runner: Runner, gated: Gated, engine: ScriptedRollout
+) -> None:
+    loops = runner(engine)
+    loops.submit(gated(["a", "b", "c"], [opened(), threading.Event(), opened()]))
+    (group,) = loops.pop_finished(1, 60.0, [2])
+    assert group.number == 2
+    assert loops.num_ready([1, 2]) == 0
+    assert loops.pending_numbers() == [0, 1]
+    loops.close()
 
 
 def test_a_failure_ends_the_loops_of_every_submission_with_one_cause(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     never, loops = threading.Event(), runner(engine)
     loops.submit(gated(["a", "b"], [never, never]))
-    loops.submit(gated(["c", "d"], [never, never], fails=[False, True]))
+    loops.submit(gated(["c", "d"], [never, never], number=2, fails=[False, True]))
     with pytest.raises(AgentLoopFailed, match=r"uid=d sample 0: KeyError: 'no such tool'"):
         loops.run_until(lambda: False)
     assert sorted(GatedLoop.ended) == ["a", "b", "c", "d"]
-    assert loops.pending_uids() == []
-    loops.submit(gated(["e"], [opened()]))
-    assert [g.uid for g in loops.pop_finished(None, 60.0)] == ["e"]
+    assert loops.pending_numbers() == []
+    loops.submit(gated(["e"], [opened()], number=4))
+    assert [g.number for g in loops.pop_finished(None, 60.0)] == [4]
 
 
 def test_a_failure_that_comes_between_two_calls_is_told_at_the_next(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     loops = runner(engine)
     loops.submit(gated(["a"], [opened()], fails=[True]))
@@ -133,7 +147,7 @@ def test_a_failure_that_comes_between_two_calls_is_told_at_the_next(
 
 
 def test_an_interrupt_of_the_waiting_caller_releases_the_loops_first(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     loops = runner(engine)
     loops.submit(gated(["a", "b"], [threading.Event(), opened()]))
@@ -146,11 +160,11 @@ def test_an_interrupt_of_the_waiting_caller_releases_the_loops_first(
     with pytest.raises(KeyboardInterrupt):
         loops.run_until(interrupted)
     assert sorted(GatedLoop.ended) == ["a", "b"]
-    assert loops.pending_uids() == []
+    assert loops.pending_numbers() == []
 
 
 def test_closing_releases_the_loops_and_refuses_more(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     loops = runner(engine)
     loops.submit(gated(["a"], [threading.Event()]))
@@ -162,7 +176,7 @@ def test_closing_releases_the_loops_and_refuses_more(
 
 
 def test_a_late_submission_is_named_and_ends_the_others(
-    runner: Runner, gated: Callable[..., DataProto], engine: ScriptedRollout
+    runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     loops = runner(engine, "trainer.phase_deadline_floor_s=2")
     loops.submit(gated(["a"], [threading.Event()]))
@@ -182,15 +196,17 @@ class StuckEngine(ScriptedRollout):
         raise RolloutError("decoding stopped: RuntimeError: boom")
 
 
-def test_an_engine_that_stops_ends_the_loops_with_its_cause(runner: Runner, rows: Rows) -> None:
+def test_an_engine_that_stops_ends_the_loops_with_its_cause(
+    runner: Runner, rows: Rows, requests: Callable[..., list[GroupRequest]]
+) -> None:
     loops = runner(StuckEngine([]))
-    loops.submit(rows(["a", "b"]))
+    loops.submit(requests(rows(["a", "b"])))
     with pytest.raises(AgentLoopFailed, match="decoding stopped: RuntimeError: boom"):
         loops.run_until(lambda: False)
 
 
 def test_loops_that_outlive_a_stopped_engine_are_cancelled(
-    runner: Runner, gated: Callable[..., DataProto], monkeypatch: pytest.MonkeyPatch
+    runner: Runner, gated: Gated, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("hone.agents.runner.LOOPS_GRACE_S", 0.2)
     loops = runner(StuckEngine([]))

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 
 from hone.agents.collate import collate_outputs
 from hone.agents.contract import AgentLoopBase, AgentLoopOutput
+from hone.agents.groups import GroupRequest
 from hone.agents.joining import join_ranks
 from hone.agents.runner import AgentLoopFailed
 from hone.controller.contract import GroupView, Mesh
@@ -16,6 +17,7 @@ from hone.controller.decorator import method_spec
 from hone.controller.worker import Placement, free_port
 from hone.engine import offload
 from hone.protocol import DataProto
+from hone.protocol.rows import row_dicts
 from hone.verl import actor_rollout_ref
 from hone.verl.actor_rollout_ref import ActorRolloutRefWorker, add_verl_columns
 from tests.workers.ranks import TWO_RANK_RUNS, metrics_of, run_rank, run_steps, weights
@@ -71,6 +73,17 @@ def test_only_the_verl_worker_reads_the_temperature_of_the_batch(make_worker):
     from_batch = log_probs(worker.compute_log_prob(batch))
     assert torch.equal(from_batch, log_probs(worker.actor.compute_log_prob(batch, temperature=0.3)))
     assert not torch.equal(from_batch, default)
+
+
+def test_generate_sequences_leaves_the_groups_of_a_trainer_alone(make_worker):
+    worker = make_worker()
+    (row, *_) = row_dicts(prompts().non_tensor_batch)
+    row |= {"uid": "u", "sample_index": 0, "trajectory_id": "u-0", "raw_prompt": "ab"}
+    request = GroupRequest(5, (row,), ({"temperature": 1.0},))
+    worker.submit([request])
+    assert len(worker.generate_sequences(prompts())) == 8
+    (group,) = worker.pop_finished_groups(None, 0.0).groups
+    assert (group.number, len(group.outputs)) == (5, 1)
 
 
 class ForeignIds(AgentLoopBase):

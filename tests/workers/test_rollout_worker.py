@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import time
 
-import numpy as np
 import pytest
 
-from hone.verl.actor_rollout_ref import ActorRolloutRefWorker, with_row_ids
+from hone.agents.groups import GroupRequest
+from hone.protocol.rows import row_dicts
+from hone.verl.actor_rollout_ref import ActorRolloutRefWorker
 from tests.workers.tasks import config_of, prompts, write_model
 
 
@@ -49,15 +50,13 @@ def test_an_engine_with_its_own_thread_decodes_with_the_actors_parameters_only_i
     worker.init_model()
     rollout = worker.rollout
     try:
-        for uid, max_tokens in (("short", 1), ("long", 400)):
-            rows = with_row_ids(prompts())[:1]
-            rows.non_tensor_batch["uid"][:] = uid
-            rows.non_tensor_batch["trajectory_id"] = np.array([uid], dtype=object)
+        row = row_dicts(prompts().non_tensor_batch)[0]
+        for number, max_tokens in enumerate((1, 400)):
             sampling = {"temperature": 1.0, "max_tokens": max_tokens, "ignore_eos": True}
-            rows.meta_info = {"sampling_params": sampling}
-            rollout.submit(rows)
+            own_row = {**row, "uid": str(number), "trajectory_id": str(number)}
+            rollout.submit([GroupRequest(number, (own_row,), (sampling,))])
         (first,) = rollout.pop_finished_groups(1, 0.0).groups
-        assert first.uid == "short"
+        assert first.number == 0
         (running,) = rollout.engine._running
         num_tokens = len(running.request.token_ids)
         for change in (lambda: None, lambda: rollout.switch_to_actor_weights(5)):

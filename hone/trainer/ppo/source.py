@@ -1,14 +1,14 @@
-"""The trainer's side of the rollout: receives trajectories, and sends weights."""
+"""The trainer's side of the rollout: starts groups on its workers, and receives their trajectories."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from hone.agents.collate import (
@@ -19,16 +19,15 @@ from hone.agents.collate import (
     repeat_rows_per_output,
 )
 from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
-from hone.columns import write
-from hone.config.rollout import CheckpointEngineConfig
+from hone.agents.groups import GroupRequest
 from hone.controller import WorkerGroup
 from hone.controller.contract import DEFAULT_MESH
 from hone.data.loader import PromptLoader
+from hone.data.prompts import collate_fn
 from hone.protocol import DataProto
+from hone.protocol.rows import row_dicts
 from hone.rollout.contract import trajectory_seed
-from hone.types import JsonValue, Settings
-from hone.weights.streamed import choose_transport
-from hone.workers.actor import ActorWorker
+from hone.types import JsonValue, Row, Settings
 from hone.workers.rollout_worker import RolloutWorker
 
 _POLL_S = 0.2
@@ -39,9 +38,10 @@ _POLL_S = 0.2
 class _Group:
     """The rows of one prompt, from submission until they are taken."""
 
-    number: int
-    """The position in submission order."""
     rows: DataProto
+    sampling: Settings
+    rank: int
+    """The leader that runs the group's agent loops."""
     outputs: tuple[AgentLoopOutput, ...] = ()
 
 
@@ -97,11 +97,8 @@ class TrajectorySource:
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self.weight_transfer = workers.call(RolloutWorker.weight_transfer)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        # The number of submissions to each rank; the rank's loop runner keeps the same count.
-        self._submissions = [0] * workers.world_size
-        # By rank, submission number on that rank, and uid.
-        self._running_groups: dict[tuple[int, int, str], _Group] = {}
-        self._finished_groups: list[_Group] = []  # in finishing order
+        self._running_groups: dict[int, _Group] = {}  # by number, in submission order
+        self._finished_groups: dict[int, _Group] = {}  # by number, in finishing order
         self._next_number = 0
         self._loop_metrics: list[AgentLoopMetrics | Settings] = []
         self._rank_metrics: list[dict[str, float]] = []
@@ -119,33 +116,36 @@ class TrajectorySource:
     def submit(
         self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
     ) -> range:
-        """Starts `samples` responses to each prompt row; returns the numbers of the groups."""
-        rows = DataProto(None, dict(prompts)).repeat(samples, interleave=True)
-        sample_indices = np.tile(np.arange(samples), len(rows) // samples).astype(object)
-        write(rows, "sample_index", sample_indices)
-        pairs = list(zip(rows.non_tensor_batch["uid"], sample_indices, strict=True))
-        trajectory_ids = [f"{uid}-{sample_index}" for uid, sample_index in pairs]
-        write(rows, "trajectory_id", np.array(trajectory_ids, dtype=object))
-        # The loop runner computes the same seeds; the column stores them for a replay.
-        seeds = [trajectory_seed(self._run_seed, *pair) for pair in pairs]
-        write(rows, "seed", np.array(seeds, dtype=object))
-        rows.meta_info["sampling_params"] = dict(sampling)
+        """Starts `samples` responses to each prompt row; returns the numbers of the groups.
+
+        Each group goes to the leader with the fewest running samples.
+        """
         first_number = self._next_number
-        rank_rows: list[DataProto | None] = [None] * self._workers.world_size
-        indices_by_rank = np.array_split(np.arange(len(rows) // samples), len(self._leader_ranks))
-        for rank, group_indices in zip(self._leader_ranks, indices_by_rank, strict=True):
-            if not len(group_indices):
-                continue
-            first, last = int(group_indices[0]), int(group_indices[-1])
-            rank_rows[rank] = rows.slice(first * samples, (last + 1) * samples)
-            self._submissions[rank] += 1
-            for group_index in group_indices:
-                group_rows = rows.slice(int(group_index) * samples, int(group_index + 1) * samples)
-                key = rank, self._submissions[rank], str(group_rows.non_tensor_batch["uid"][0])
-                self._running_groups[key] = _Group(self._next_number, group_rows)
-                self._next_number += 1
-        self._workers.call_each(RolloutWorker.submit, rank_rows)
+        rank_requests: list[list[GroupRequest]] = [[] for _ in range(self._workers.world_size)]
+        num_running = dict.fromkeys(self._leader_ranks, 0)
+        for group in self._running_groups.values():
+            num_running[group.rank] += len(group.rows)
+        for prompt in row_dicts(prompts):
+            rows = tuple(self._row(prompt, sample_index) for sample_index in range(samples))
+            rank = min(num_running, key=num_running.__getitem__)
+            num_running[rank] += samples
+            number, self._next_number = self._next_number, self._next_number + 1
+            rank_requests[rank].append(GroupRequest(number, rows, (sampling,) * samples))
+            group_rows = DataProto(None, collate_fn(rows))
+            self._running_groups[number] = _Group(group_rows, sampling, rank)
+        self._workers.call_each(RolloutWorker.submit, rank_requests)
         return range(first_number, self._next_number)
+
+    def _row(self, prompt: Row, sample_index: int) -> Row:
+        """Returns the row of one sample of a prompt."""
+        uid = prompt["uid"]
+        # The loop runner computes the same seed; the column stores it for a replay.
+        return {
+            **prompt,
+            "sample_index": sample_index,
+            "trajectory_id": f"{uid}-{sample_index}",
+            "seed": trajectory_seed(self._run_seed, uid, sample_index),
+        }
 
     def take(self, n_groups: int | None = None) -> DataProto:
         """Returns the first `n_groups` groups to finish, in submission order; the other groups continue.
@@ -158,26 +158,24 @@ class TrajectorySource:
             # each returns the groups that finish within _POLL_S.
             has_one_leader = len(self._leader_ranks) == 1
             groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
-            rank_results = self._workers.call_all(
+            for result in self._workers.call_all(
                 RolloutWorker.pop_finished_groups, groups_needed, _POLL_S
-            )
-            for rank, result in enumerate(rank_results):
-                for group in result.groups:
-                    submitted_group = self._running_groups.pop((rank, group.submission, group.uid))
-                    rows = repeat_rows_per_output(submitted_group.rows, group.row_indices)
-                    number = submitted_group.number
-                    self._finished_groups.append(_Group(number, rows, group.outputs))
+            ):
+                for finished in result.groups:
+                    group = self._running_groups.pop(finished.number)
+                    rows = repeat_rows_per_output(group.rows, finished.row_indices)
+                    group = replace(group, rows=rows, outputs=finished.outputs)
+                    self._finished_groups[finished.number] = group
                 if result.metrics:
                     self._rank_metrics.append(result.metrics)
-        groups = sorted(self._finished_groups[:num_groups], key=lambda group: group.number)
-        del self._finished_groups[:num_groups]
+        numbers = sorted(islice(self._finished_groups, num_groups))
+        groups = [self._finished_groups.pop(number) for number in numbers]
         outputs = [output for group in groups for output in group.outputs]
         trajectories = collate_outputs(outputs, pad_token_id=self._pad_token_id)
         if not self._keep_log_probs:
             trajectories.batch.pop("rollout_log_probs", None)
         batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
-        batch = batch.select(meta_info_keys=[])
-        batch.meta_info["group_numbers"] = [group.number for group in groups]
+        batch.meta_info["group_numbers"] = numbers
         trajectory_row_column = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
         batch.meta_info["loop_columns"] = sorted(
             {*trajectories.non_tensor_batch, *trajectory_row_column}
@@ -198,21 +196,19 @@ class TrajectorySource:
     def abort(self) -> None:
         """Drops all groups that were submitted and not taken."""
         self._workers.call_all(RolloutWorker.abort, None)
-        self._running_groups, self._finished_groups = {}, []
+        self._running_groups, self._finished_groups = {}, {}
 
     def state_dict(self) -> list[Settings]:
         """Returns the groups that were submitted and not taken, with the positions of their prompts."""
-        groups = sorted(
-            [*self._running_groups.values(), *self._finished_groups], key=lambda group: group.number
-        )
+        groups = {**self._running_groups, **self._finished_groups}
         return [
             {
                 "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
                 "uid": str(group.rows.non_tensor_batch["uid"][0]),
                 "samples": int(group.rows.non_tensor_batch["sample_index"][-1]) + 1,
-                "sampling": dict(group.rows.meta_info["sampling_params"]),
+                "sampling": dict(group.sampling),
             }
-            for group in groups
+            for _, group in sorted(groups.items())
         ]
 
     def load_state_dict(self, state: Sequence[Settings], loader: PromptLoader) -> None:
@@ -220,72 +216,6 @@ class TrajectorySource:
         for group in state:
             prompts = loader.load_batch([(group["index"], group["uid"])])
             self.submit(prompts, samples=group["samples"], sampling=group["sampling"])
-
-
-class Publisher:
-    """Sends weights from the actor's workers to the rollout's workers: shared, gathered or streamed."""
-
-    def __init__(
-        self,
-        actor: WorkerGroup[ActorWorker],
-        rollout: WorkerGroup[RolloutWorker],
-        config: CheckpointEngineConfig,
-    ) -> None:
-        self._actor, self._rollout = actor, rollout
-        self.weight_transfer = rollout.call(RolloutWorker.weight_transfer)
-        self.published = 0
-        """How often new weights were published; staleness counts these publications."""
-        self._publish_number_of_version: dict[int, int] = {}
-        self._published_before_update = 0
-        self._transport = ""
-        if self.weight_transfer == "streamed":
-            self._sends_adapters = rollout.call(RolloutWorker.takes_adapters)
-            sender = actor.call(ActorWorker.location)
-            receivers = rollout.call_all(RolloutWorker.location)
-            self._transport = choose_transport(sender, receivers, config.backend)
-
-    def publish(self) -> dict[str, float]:
-        """Sends the new weights, and returns the number of bytes sent as a metric."""
-        actor, rollout, receivers = self._actor, self._rollout, 1
-        version = actor.call(ActorWorker.version)
-        if self.weight_transfer == "streamed":
-            receivers = rollout.world_size
-            address = actor.call(ActorWorker.offer_weights, self._transport, receivers)
-            receive_call = rollout.begin(RolloutWorker.receive_weights, address, version)
-            try:
-                num_bytes = sum(actor.call_all(ActorWorker.send_weights, self._sends_adapters))
-            except Exception:
-                receive_call.get()  # raises the receiver's error, if there is one
-                raise
-            receive_call.get()
-        else:
-            num_bytes = sum(rollout.call_all(RolloutWorker.switch_to_actor_weights, version))
-        rollout.traffic["weights"] += num_bytes * receivers
-        self._published_before_update = self.published
-        # If all updates were skipped, the version is unchanged, and staleness counts no new publication.
-        if version not in self._publish_number_of_version:
-            self.published += 1
-            self._publish_number_of_version[version] = self.published
-        return {"perf/weight_bytes": float(num_bytes)}
-
-    def staleness(self, batch: DataProto) -> dict[str, float]:
-        """Returns metrics of the staleness and the span of each trajectory.
-
-        Staleness is the number of publications from the weights that sampled the oldest token to the weights
-        before this update. Span is the number from the weights of the oldest token to those of the newest.
-        """
-        column = batch.non_tensor_batch.get("versions", ())
-        versions = [v for v in column if v is not None and len(v)]
-        if not versions:
-            return {}
-        number_of_version = self._publish_number_of_version
-        oldest = torch.tensor([number_of_version.get(min(v), 0) for v in versions])
-        newest = torch.tensor([number_of_version.get(max(v), 0) for v in versions])
-        prefix, staleness = "training/off_policy", self._published_before_update - oldest
-        return {
-            **mean_max_min(f"{prefix}/trajectory_staleness", staleness),
-            **mean_max_min(f"{prefix}/trajectory_spans", newest - oldest),
-        }
 
 
 def env_metric_columns(batch: DataProto) -> list[str]:

@@ -31,11 +31,12 @@ from hone.trainer.ppo.managers import load_managers
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
+from hone.trainer.ppo.publisher import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
 from hone.trainer.ppo.row_checks import routes_by_style
-from hone.trainer.ppo.source import Publisher, TrajectorySource, mean_over_ranks, traffic_metrics
+from hone.trainer.ppo.source import TrajectorySource, mean_over_ranks, traffic_metrics
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads
 from hone.types import Fields, Function

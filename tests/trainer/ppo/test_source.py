@@ -1,23 +1,22 @@
-"""submit starts, take returns groups as they end; what was not taken is reissued with the same seeds.
-
-The rollout gets each version of the weights once, and staleness counts publishes, not updates.
-"""
+"""submit starts, take returns groups as they end; what was not taken is reissued with the same seeds."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from hone.config.rollout import CheckpointEngineConfig
+from hone.agents.contract import AgentLoopOutput
+from hone.agents.groups import FinishedGroup, GroupRequest
+from hone.controller.contract import Mesh
+from hone.data.prompts import collate_fn
 from hone.protocol import DataProto
-from hone.protocol.rows import object_array
-from hone.trainer.ppo.source import Publisher
+from hone.trainer.ppo.source import TrajectorySource
+from hone.workers.rollout_worker import FinishedGroups
 
-from ..runs import Run, Task, opened
+from ..runs import Task, opened
 
 SAMPLING = {"temperature": 1.0, "ignore_eos": True}
 
@@ -106,48 +105,40 @@ def test_what_was_aborted_never_comes(trainer: Any) -> None:
     assert trainer.source.take().meta_info["group_numbers"] == [4, 5, 6, 7]
 
 
-class Group:
-    """Stands for a worker group: every method returns what the table has under its name."""
-
-    world_size = 1
-
-    def __init__(self, **answers: Any) -> None:
-        self.answers = answers
-        self.traffic: Counter[str] = Counter()
-
-    def call(self, method: Callable[..., Any], *arguments: Any) -> Any:
-        return self.answers[method.__name__]
-
-    def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[Any]:
-        return [self.answers[method.__name__]]
+def test_a_group_goes_to_the_leader_with_the_fewest_running_samples() -> None:
+    """One group at a time: no rank may get them all."""
+    group = TwoLeaders()
+    source = TrajectorySource(cast(Any, group), run_seed=1, pad_token_id=0, keep_log_probs=True)
+    for index in range(3):
+        prompts = collate_fn([{"uid": f"u{index}"}])
+        source.submit(prompts, samples=2, sampling=SAMPLING)
+    assert group.numbers == [[0, 2], [1]]
+    group.ended = [1]
+    source.take(1)
+    source.submit(collate_fn([{"uid": "u3"}]), samples=1, sampling=SAMPLING)
+    assert group.numbers == [[0, 2], [1, 3]]
 
 
-def test_staleness_counts_publishes_between_a_trajectory_s_tokens_and_the_update() -> None:
-    actor = Group(version=0)
-    rollout = Group(weight_transfer="shared", switch_to_actor_weights=0)
-    publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
-    for version in (0, 4, 8):  # four updates per publish
-        actor.answers["version"] = version
-        assert publisher.publish() == {"perf/weight_bytes": 0.0}
-    versions = object_array([[4, 4], [0, 4], None])
-    metrics = publisher.staleness(DataProto.from_dict({}, {"versions": versions}))
-    assert metrics["training/off_policy/trajectory_staleness/max"] == 1.0
-    assert metrics["training/off_policy/trajectory_staleness/min"] == 0.0
-    assert metrics["training/off_policy/trajectory_spans/mean"] == pytest.approx(0.5)
+class TwoLeaders:
+    """Stands for a worker group with agent loops on two ranks; `ended` has the groups that finish next."""
 
+    world_size = 2
 
-def test_a_step_whose_updates_were_all_skipped_publishes_no_new_weights() -> None:
-    actor, rollout = Group(version=0), Group(weight_transfer="shared", switch_to_actor_weights=0)
-    publisher = Publisher(cast(Any, actor), cast(Any, rollout), CheckpointEngineConfig())
-    batch = DataProto.from_dict({}, {"versions": object_array([[0, 0]])})
-    publisher.publish()
-    for version in (0, 0, 1):
-        actor.answers["version"] = version
-        publisher.publish()
-        staleness = publisher.staleness(batch)
-        assert staleness["training/off_policy/trajectory_staleness/max"] == 0
+    def __init__(self) -> None:
+        self.numbers: list[list[int]] = [[], []]
+        self.ended: list[int] = []
 
+    def mesh(self, name: str) -> Mesh:
+        return Mesh((0, 1), (True, True))
 
-def test_a_synchronous_run_is_never_stale(train: Callable[..., Run]) -> None:
-    run = train("trainer.total_training_steps=2")
-    assert run.series("training/off_policy/trajectory_staleness/max") == [0.0, 0.0]
+    def call(self, method: Callable[..., Any]) -> str:
+        return "streamed"
+
+    def call_each(self, method: Callable[..., Any], requests: list[list[GroupRequest]]) -> None:
+        for numbers, rank_requests in zip(self.numbers, requests, strict=True):
+            numbers += [request.number for request in rank_requests]
+
+    def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[FinishedGroups]:
+        output = AgentLoopOutput([5], [6], [1])
+        groups = [FinishedGroup(number, (0, 1), (output, output)) for number in self.ended]
+        return [FinishedGroups(), FinishedGroups(groups)]
