@@ -55,6 +55,7 @@ def main() -> dict[str, Any]:
                 for step in range(STEPS):
                     started, before = time.perf_counter(), count[0]
                     batch = trainer.collect()
+                    trainer.ledger.step_done()
                     if step:  # the first one warms up
                         seconds[together].append(time.perf_counter() - started)
                         steps[together].append(count[0] - before)

@@ -69,11 +69,11 @@ class FilterGroupsConfig(SchemaBlock):
     """Metric that must vary within a group: acc, score, reward, seq_reward, seq_final_reward, or the name of
     an extra value that the reward function returns."""
     max_num_gen_batches: CountOrZero = 20
-    """Maximum generation rounds per step, after which the run stops; 0 is no limit (verl's default)."""
+    """Maximum generation batches per step, after which the run stops; 0 is no limit (verl's default)."""
     max_empty_gen_batches: Count = 10
-    """Maximum consecutive rounds that keep no group, after which the run stops."""
+    """Maximum consecutive generation batches that keep no group, after which the run stops."""
     max_inflight_gen_batches: Count = 2
-    """Concurrent generation rounds; 1 starts a round after the previous one is filtered."""
+    """Generation batches whose groups may run at once; 1 starts a group only in place of a rejected one."""
     order: Literal["submission", "finish"] = "submission"
     """Which groups fill the batch: the first submitted, or the first finished (depends on timing)."""
 

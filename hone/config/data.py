@@ -67,7 +67,7 @@ class DataConfig(RowsConfig):
     train_batch_size: Count = 1024
     """Prompts per step."""
     gen_batch_size: Count | None = None
-    """Prompts per generation round when groups are filtered; null is `train_batch_size` times
+    """Prompts per generation batch when groups are filtered; null is `train_batch_size` times
     `oversample_factor`."""
     oversample_factor: OneOrMore = 1.0
     """Prompts that get responses in each step, as a multiple of `train_batch_size`; filters select groups."""

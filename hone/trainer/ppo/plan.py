@@ -87,8 +87,6 @@ class Plan:
     """
     corrects_for_rollout: bool
     """Whether rollout correction writes importance weights or a loss mask before the update."""
-    filters_groups: bool
-    """Whether `filter_batch` filters groups after scoring; dynamic sampling has a filter of its own."""
     needs_reference: bool
     needs_critic: bool
     needs_implicit_rewards: bool
@@ -188,8 +186,6 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
     columns = frozenset(column for reader in readers for column in reader.columns)
     needs_critic = "values" in columns
     critic_rows_per_update = (config.critic.sequences_per_update,) if needs_critic else ()
-    data = config.data
-    has_prime_filters = data.filter_accuracy or data.filter_truncate or data.oversample_factor > 1
     return Plan(
         estimator=estimator,
         columns=columns,
@@ -198,7 +194,6 @@ def _build_plan(config: PPOTrainerConfig) -> tuple[Plan | None, list[str]]:
         has_reward_server=bool(reward_model_type and model.server.url),
         log_prob_columns=_log_prob_columns(config, columns),
         corrects_for_rollout=algorithm.rollout_correction.applies_before_update,
-        filters_groups=config.curriculum_learning.enable or has_prime_filters,
         needs_reference="ref_log_prob" in columns,
         needs_critic=needs_critic,
         needs_implicit_rewards="reward/implicit" in columns,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import islice
+from collections.abc import Collection, Container, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from torch import Tensor
@@ -22,10 +21,8 @@ from hone.agents.contract import AgentLoopMetrics, AgentLoopOutput
 from hone.agents.groups import GroupRequest
 from hone.controller import WorkerGroup
 from hone.controller.contract import DEFAULT_MESH
-from hone.data.loader import PromptLoader
 from hone.data.prompts import collate_fn
 from hone.protocol import DataProto
-from hone.protocol.rows import row_dicts
 from hone.rollout.contract import trajectory_seed
 from hone.types import JsonValue, Row, Settings
 from hone.workers.rollout_worker import RolloutWorker
@@ -35,14 +32,40 @@ _POLL_S = 0.2
 
 
 @dataclass(frozen=True)
+class GroupMetrics:
+    """What the generation of a group measured."""
+
+    loops: Sequence[AgentLoopMetrics | Settings]
+    """The metrics of each output."""
+    call: Mapping[str, float]
+    """The metrics of the worker's call that returned the group; other groups may share the object."""
+
+
+@dataclass(frozen=True)
 class _Group:
-    """The rows of one prompt, from submission until they are taken."""
+    """A group from its start until it is released."""
 
     rows: DataProto
-    sampling: Settings
+    """One row per sample."""
     rank: int
     """The leader that runs the group's agent loops."""
+    row_indices: tuple[int, ...] = ()
+    """The index of each output's row."""
     outputs: tuple[AgentLoopOutput, ...] = ()
+    call_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def select_samples(self, samples: Container[int]) -> tuple[DataProto, list[AgentLoopOutput]]:
+        """Returns the rows and outputs of these samples, one row per output."""
+        pairs = [
+            (index, output)
+            for index, output in zip(self.row_indices, self.outputs, strict=True)
+            if index in samples
+        ]
+        indices = [index for index in range(len(self.rows)) if index in samples]
+        rows = self.rows if len(indices) == len(self.rows) else self.rows.select_idxs(indices)
+        row_of_sample = {sample: row for row, sample in enumerate(indices)}
+        repeats = [row_of_sample[index] for index, _ in pairs]
+        return repeat_rows_per_output(rows, repeats), [output for _, output in pairs]
 
 
 def mean_over_ranks(metrics: Mapping[str, float | list[float]]) -> dict[str, float]:
@@ -81,8 +104,19 @@ def traffic_metrics(counters: Iterable[Counter[str]]) -> dict[str, float]:
     return metrics | {"traffic/step_bytes": float(total.total())}
 
 
+def generation_metrics(groups: Sequence[GroupMetrics]) -> dict[str, float]:
+    """Returns the metrics of the generation of these groups."""
+    calls = {id(group.call): group.call for group in groups}.values()
+    values_by_name: dict[str, list[float]] = {}
+    for metrics in calls:
+        for name, value in metrics.items():
+            values_by_name.setdefault(name, []).append(value)
+    loops = [metrics for group in groups for metrics in group.loops]
+    return loop_metrics(loops) | mean_over_ranks(values_by_name)
+
+
 class TrajectorySource:
-    """Generates trajectories of the published policy with a rollout worker group."""
+    """Generates the trajectories of groups with the published policy, on a rollout worker group."""
 
     def __init__(
         self,
@@ -95,46 +129,26 @@ class TrajectorySource:
         self._workers = workers
         self._run_seed = run_seed
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
-        self.weight_transfer = workers.call(RolloutWorker.weight_transfer)
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
-        self._running_groups: dict[int, _Group] = {}  # by number, in submission order
-        self._finished_groups: dict[int, _Group] = {}  # by number, in finishing order
-        self._next_number = 0
-        self._loop_metrics: list[AgentLoopMetrics | Settings] = []
-        self._rank_metrics: list[dict[str, float]] = []
+        self._running: dict[int, _Group] = {}  # by number
+        self._finished: dict[int, _Group] = {}  # by number, in finishing order
 
-    @property
-    def generates_concurrently(self) -> bool:
-        """Whether generation continues while the training loop scores or updates."""
-        return self.weight_transfer != "gathered"
-
-    @property
-    def pending(self) -> int:
-        """The number of groups that were submitted and not taken."""
-        return len(self._running_groups) + len(self._finished_groups)
-
-    def submit(
-        self, prompts: Mapping[str, np.ndarray], *, samples: int, sampling: Settings
-    ) -> range:
-        """Starts `samples` responses to each prompt row; returns the numbers of the groups.
+    def start(self, prompts: Mapping[int, Row], samplings: Sequence[Settings]) -> None:
+        """Starts a group for each prompt, by its number, with one sample for each of the samplings.
 
         Each group goes to the leader with the fewest running samples.
         """
-        first_number = self._next_number
         rank_requests: list[list[GroupRequest]] = [[] for _ in range(self._workers.world_size)]
         num_running = dict.fromkeys(self._leader_ranks, 0)
-        for group in self._running_groups.values():
+        for group in self._running.values():
             num_running[group.rank] += len(group.rows)
-        for prompt in row_dicts(prompts):
-            rows = tuple(self._row(prompt, sample_index) for sample_index in range(samples))
+        for number, prompt in prompts.items():
+            rows = tuple(self._row(prompt, sample_index) for sample_index in range(len(samplings)))
             rank = min(num_running, key=num_running.__getitem__)
-            num_running[rank] += samples
-            number, self._next_number = self._next_number, self._next_number + 1
-            rank_requests[rank].append(GroupRequest(number, rows, (sampling,) * samples))
-            group_rows = DataProto(None, collate_fn(rows))
-            self._running_groups[number] = _Group(group_rows, sampling, rank)
+            num_running[rank] += len(rows)
+            rank_requests[rank].append(GroupRequest(number, rows, tuple(samplings)))
+            self._running[number] = _Group(DataProto(None, collate_fn(rows)), rank)
         self._workers.call_each(RolloutWorker.submit, rank_requests)
-        return range(first_number, self._next_number)
 
     def _row(self, prompt: Row, sample_index: int) -> Row:
         """Returns the row of one sample of a prompt."""
@@ -147,75 +161,82 @@ class TrajectorySource:
             "seed": trajectory_seed(self._run_seed, uid, sample_index),
         }
 
-    def take(self, n_groups: int | None = None) -> DataProto:
-        """Returns the first `n_groups` groups to finish, in submission order; the other groups continue.
+    def finish(
+        self, num_groups: int | None = None, numbers: Collection[int] | None = None
+    ) -> list[int]:
+        """Waits until `num_groups` of the running groups (None: all) have finished; the others continue.
 
-        None returns all submitted groups.
+        With `numbers`, only these groups count. Returns the numbers of the groups that have finished since
+        the last call, in finishing order.
         """
-        num_groups = self.pending if n_groups is None else min(n_groups, self.pending)
-        while len(self._finished_groups) < num_groups:
+        awaited = {*self._running} if numbers is None else {*numbers} & self._running.keys()
+        num_left = len(awaited) if num_groups is None else min(num_groups, len(awaited))
+        awaited_numbers = None if numbers is None else awaited
+        finished_numbers: list[int] = []
+        while num_left > 0:
             # With several leaders, none may wait for a number of groups, because another may finish first;
             # each returns the groups that finish within _POLL_S.
-            has_one_leader = len(self._leader_ranks) == 1
-            groups_needed = num_groups - len(self._finished_groups) if has_one_leader else None
+            groups_needed = num_left if len(self._leader_ranks) == 1 else None
             for result in self._workers.call_all(
-                RolloutWorker.pop_finished_groups, groups_needed, _POLL_S
+                RolloutWorker.pop_finished_groups, groups_needed, _POLL_S, awaited_numbers
             ):
                 for finished in result.groups:
-                    group = self._running_groups.pop(finished.number)
-                    rows = repeat_rows_per_output(group.rows, finished.row_indices)
-                    group = replace(group, rows=rows, outputs=finished.outputs)
-                    self._finished_groups[finished.number] = group
-                if result.metrics:
-                    self._rank_metrics.append(result.metrics)
-        numbers = sorted(islice(self._finished_groups, num_groups))
-        groups = [self._finished_groups.pop(number) for number in numbers]
-        outputs = [output for group in groups for output in group.outputs]
+                    self._finished[finished.number] = replace(
+                        self._running.pop(finished.number),
+                        row_indices=finished.row_indices,
+                        outputs=finished.outputs,
+                        call_metrics=result.metrics,
+                    )
+                    finished_numbers.append(finished.number)
+                    num_left -= 1
+        return finished_numbers
+
+    def rows(self, numbers: Sequence[int], samples: Container[int] | None = None) -> DataProto:
+        """Returns the trajectories of finished groups, in the order of `numbers`.
+
+        With `samples`, only these samples of each group.
+        """
+        groups = [self._finished[number] for number in numbers]
+        selected = [group.select_samples(samples or range(len(group.rows))) for group in groups]
+        outputs = [output for _, group_outputs in selected for output in group_outputs]
         trajectories = collate_outputs(outputs, pad_token_id=self._pad_token_id)
         if not self._keep_log_probs:
             trajectories.batch.pop("rollout_log_probs", None)
-        batch = DataProto.concat(fill_object_columns([group.rows for group in groups]))
-        batch.meta_info["group_numbers"] = numbers
+        batch = DataProto.concat(fill_object_columns([rows for rows, _ in selected]))
         trajectory_row_column = {TRAJECTORY_ROW} & batch.non_tensor_batch.keys()
         batch.meta_info["loop_columns"] = sorted(
             {*trajectories.non_tensor_batch, *trajectory_row_column}
         )
-        self._loop_metrics += [output.metrics for output in outputs]
         return batch.union(trajectories)
 
-    def pop_metrics(self) -> dict[str, float]:
-        """Returns the metrics of generation, over all groups that were taken since the last call."""
-        loops, self._loop_metrics = self._loop_metrics, []
-        ranks, self._rank_metrics = self._rank_metrics, []
-        values_by_name: dict[str, list[float]] = {}
-        for metrics in ranks:
-            for name, value in metrics.items():
-                values_by_name.setdefault(name, []).append(value)
-        return (loop_metrics(loops) if loops else {}) | mean_over_ranks(values_by_name)
-
-    def abort(self) -> None:
-        """Drops all groups that were submitted and not taken."""
-        self._workers.call_all(RolloutWorker.abort, None)
-        self._running_groups, self._finished_groups = {}, {}
-
-    def state_dict(self) -> list[Settings]:
-        """Returns the groups that were submitted and not taken, with the positions of their prompts."""
-        groups = {**self._running_groups, **self._finished_groups}
+    def metrics(self, numbers: Sequence[int], samples: Container[int]) -> list[GroupMetrics]:
+        """Returns what the generation of these samples of finished groups measured."""
+        groups = [self._finished[number] for number in numbers]
         return [
-            {
-                "index": int(group.rows.non_tensor_batch["dataset_index"][0]),
-                "uid": str(group.rows.non_tensor_batch["uid"][0]),
-                "samples": int(group.rows.non_tensor_batch["sample_index"][-1]) + 1,
-                "sampling": dict(group.sampling),
-            }
-            for _, group in sorted(groups.items())
+            GroupMetrics(
+                [output.metrics for output in group.select_samples(samples)[1]], group.call_metrics
+            )
+            for group in groups
         ]
 
-    def load_state_dict(self, state: Sequence[Settings], loader: PromptLoader) -> None:
-        """Submits the groups of the checkpoint again; their seeds give the same trajectories."""
-        for group in state:
-            prompts = loader.load_batch([(group["index"], group["uid"])])
-            self.submit(prompts, samples=group["samples"], sampling=group["sampling"])
+    def generate(self, prompts: Mapping[int, Row], samplings: Sequence[Settings]) -> DataProto:
+        """Starts these groups, and returns their trajectories; other groups stay as they are."""
+        self.start(prompts, samplings)
+        self.finish(numbers=prompts.keys())
+        batch = self.rows([*prompts])
+        self.release(prompts)
+        return batch
+
+    def release(self, numbers: Iterable[int]) -> None:
+        """Forgets finished groups."""
+        for number in numbers:
+            del self._finished[number]
+
+    def abort(self, numbers: Collection[int]) -> None:
+        """Drops these groups if they still run; they are never returned."""
+        running = [number for number in numbers if self._running.pop(number, None) is not None]
+        if running:
+            self._workers.call_all(RolloutWorker.abort, running)
 
 
 def env_metric_columns(batch: DataProto) -> list[str]:

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from hone.agents.collate import DERIVED_COLUMNS
-from hone.agents.contract import default_sampling, validation_sampling
+from hone.agents.contract import validation_sampling
 from hone.algorithms.kl import get_kl_controller
 from hone.columns import add_columns, require, write
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
@@ -20,13 +20,16 @@ from hone.controller import ResourcePoolManager, Role, WorkerGroup
 from hone.data.create import create_run_dataset, create_train_loader, create_val_loader
 from hone.data.loader import Dataset
 from hone.protocol import DataProto
+from hone.protocol.rows import row_dicts
 from hone.tokenizer import Processor, Tokenizer
 from hone.tracking import RunFolder, Tracking, progress
 from hone.tracking.console import Bar
 from hone.tracking.lock import lock_folder
 from hone.trainer.ppo import checkpoint, credit, metrics, off_policy, roles, selection
 from hone.trainer.ppo.alarms import Alarms, StepWarnings
+from hone.trainer.ppo.collector import Collector, create_ledger
 from hone.trainer.ppo.implicit_reward import train_implicit_reward_model
+from hone.trainer.ppo.ledger import ledger_state
 from hone.trainer.ppo.managers import load_managers
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
@@ -113,8 +116,15 @@ class PPOTrainer:
             pad_token_id=self.tokenizer.pad_token_id,
             keep_log_probs=rollout.calculate_log_probs,
         )
-        self.dynamic_sampling = selection.DynamicSampling(
-            config, self.loader, self.source, submit=self.submit, take=self.take, score=self.score
+        self.ledger = create_ledger(config)
+        self.collector = Collector(
+            config,
+            self.loader,
+            self.ledger,
+            self.source,
+            score=self.score,
+            phase=self.phase,
+            needs_greedy_baselines=self.plan.needs_greedy_baselines,
         )
         self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
         self.publisher.publish()
@@ -169,13 +179,14 @@ class PPOTrainer:
     def step(self) -> tuple[DataProto, dict[str, float]]:
         """Runs one step of the loop, and returns its batch and metrics."""
         self.global_step += 1
-        # Drops the metrics of validation, checkpoints and greedy responses since the last step.
-        traffic_metrics(self.traffic)
-        self.source.pop_metrics()
+        traffic_metrics(
+            self.traffic
+        )  # drops that of validation and checkpoints since the last step
         batch = self.collect()
         batch = self.estimate(batch)
         batch = self.assign_credit(batch)
         step_metrics = self.update(self.resample_and_balance(batch))
+        self.ledger.step_done()
         return batch, step_metrics | self.report(batch)
 
     @contextmanager
@@ -195,33 +206,8 @@ class PPOTrainer:
             yield
 
     def collect(self) -> DataProto:
-        """Returns the scored trajectories of a step; dynamic sampling may need several rounds."""
-        if self.config.algorithm.filter_groups.enable:
-            batch = self.dynamic_sampling.collect()
-        else:
-            self.submit(self.loader.next_batch())
-            batch = self.score(self.take())
-            if self.plan.filters_groups:
-                batch = selection.filter_batch(batch, self.config)
-        batch.meta_info.setdefault("metrics", {}).update(self.source.pop_metrics())
-        if self.plan.needs_greedy_baselines:
-            self.submit(selection.unique_prompts(batch, self.loader), greedy=True)
-            greedy_batch = self.score(self.take(phase="gen_max"))
-            write(batch, "reward_baselines", selection.greedy_baselines(batch, greedy_batch))
-        return batch
-
-    def submit(self, prompts: Mapping[str, np.ndarray], *, greedy: bool = False) -> range:
-        """Starts to generate `rollout.n` responses per prompt, or a greedy one; returns the group numbers."""
-        rollout = self.config.actor_rollout_ref.rollout
-        samples = 1 if greedy else rollout.n
-        sampling = default_sampling(rollout) | ({"temperature": 0.0} if greedy else {})
-        with self.timer("gen_max" if greedy else "gen"):
-            return self.source.submit(prompts, samples=samples, sampling=sampling)
-
-    def take(self, n_groups: int | None = None, *, phase: str = "gen") -> DataProto:
-        """Returns the first `n_groups` groups to finish; None returns all submitted groups."""
-        with self.phase(phase):
-            return self.source.take(n_groups)
+        """Returns the scored trajectories of a step."""
+        return self.collector.collect()
 
     def score(self, batch: DataProto) -> DataProto:
         """Writes each reward part to a column, and their weighted sum to `token_level_scores`."""
@@ -330,8 +316,10 @@ class PPOTrainer:
         n, sampling = rollout.val_kwargs.n, validation_sampling(rollout)
 
         def generate(prompts: Mapping[str, np.ndarray]) -> DataProto:
-            self.source.submit(prompts, samples=n, sampling=sampling)
-            return credit.score(self.source.take(), self.val_reward_fn, *self.scoring_options)
+            rows = row_dicts(prompts)
+            numbers = self.ledger.reserve_numbers(len(rows))
+            batch = self.source.generate(dict(zip(numbers, rows, strict=True)), [sampling] * n)
+            return credit.score(batch, self.val_reward_fn, *self.scoring_options)
 
         with self.timer("testing"), progress("validate", len(self.val_dataset)) as bar:
             val_metrics, batch = run_validation(self.val_loader.first_epoch(), generate, n, bar)
@@ -365,7 +353,7 @@ class PPOTrainer:
             for role, group in self.trained_groups.items():
                 group.call_all(TrainWorker.save_checkpoint, str(folder / role))
             state: Fields = {"step": self.global_step, "loader": self.loader.state_dict()}
-            state |= {"not_taken": self.source.state_dict(), "alarms": self.alarms.state_dict()}
+            state |= {"ledger": self.ledger.state_dict(), "alarms": self.alarms.state_dict()}
             state |= {"kl_controller": self.kl_controller.state_dict()}
             checkpoint.write_state(folder, state)
 
@@ -386,7 +374,7 @@ class PPOTrainer:
         state = checkpoint.read_state(folder, "loader", "kl_controller")
         self.loader.load_state_dict(state["loader"])
         self.kl_controller.load_state_dict(state["kl_controller"])
-        self.source.load_state_dict(state.get("not_taken", ()), self.loader)
+        self.ledger.load_state_dict(state.get("ledger") or ledger_state(state))
         self.alarms.load_state_dict(state.get("alarms"))
         self.global_step = step
         total_steps = None if self.config.trainer.val_only else self.total_steps

@@ -513,8 +513,7 @@ def test_the_export_opens_with_transformers_and_is_the_trained_policy(
     with opened(task.overrides(run.folder)) as trainer:
         trainer.resume()
         assert trainer.global_step == 2
-        trainer.submit(trainer.loader.next_batch())
-        batch = trainer.take()
+        batch = trainer.collect()
     row = batch.batch["attention_mask"][0].bool()
     ids = input_ids(batch)[0][row]
     length = int(batch.batch["response_mask"][0].sum())

@@ -55,16 +55,16 @@ def test_correction_trains(train: Callable[..., Run], correction: list[str]) -> 
 def test_rejected_tokens_leave_the_loss_and_nothing_else(
     train: Callable[..., Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from hone.trainer.ppo import trainer
+    from hone.trainer.ppo.source import TrajectorySource
 
-    take = trainer.PPOTrainer.take
+    rows = TrajectorySource.rows
 
-    def doubtful(self: Any, *arguments: Any, **options: Any) -> DataProto:
-        batch = take(self, *arguments, **options)
+    def doubtful(self: Any, *arguments: Any) -> DataProto:
+        batch = rows(self, *arguments)
         batch.batch["rollout_log_probs"][:, 0] -= 3.0  # as if the engine had thought otherwise
         return batch
 
-    monkeypatch.setattr(trainer.PPOTrainer, "take", doubtful)
+    monkeypatch.setattr(TrajectorySource, "rows", doubtful)
     run = train(
         "algorithm.rollout_correction.rollout_rs=token_k2",
         "algorithm.rollout_correction.rollout_rs_threshold=0.5",

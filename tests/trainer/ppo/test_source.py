@@ -1,4 +1,4 @@
-"""submit starts, take returns groups as they end; what was not taken is reissued with the same seeds."""
+"""`start` starts groups, `finish` waits for some of them, and `rows` returns their trajectories."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 from hone.agents.contract import AgentLoopOutput
 from hone.agents.groups import FinishedGroup, GroupRequest
 from hone.controller.contract import Mesh
-from hone.data.prompts import collate_fn
 from hone.protocol import DataProto
+from hone.protocol.rows import row_dicts
 from hone.trainer.ppo.source import TrajectorySource
 from hone.workers.rollout_worker import FinishedGroups
 
@@ -28,8 +28,11 @@ def trainer(task: Task, tmp_path: Path) -> Iterator[Any]:
         yield opened_trainer
 
 
-def submitted(trainer: Any) -> None:
-    trainer.source.submit(trainer.loader.next_batch(), samples=2, sampling=SAMPLING)
+def started(trainer: Any, first_number: int = 0) -> dict[int, dict[str, Any]]:
+    """Starts four groups of two samples, and returns their prompts by number."""
+    prompts = dict(enumerate(row_dicts(trainer.loader.next_batch()), first_number))
+    trainer.source.start(prompts, [SAMPLING] * 2)
+    return prompts
 
 
 def tokens(batch: DataProto) -> dict[str, list[int]]:
@@ -39,70 +42,62 @@ def tokens(batch: DataProto) -> dict[str, list[int]]:
     return {name: ids[seen].tolist() for name, ids, seen in rows}
 
 
-def test_all_that_was_submitted_comes_in_the_order_of_submission(trainer: Any) -> None:
-    submitted(trainer)
-    submitted(trainer)
-    batch = trainer.source.take()
-    assert batch.meta_info["group_numbers"] == list(range(8))
-    assert [extra["index"] for extra in batch.non_tensor_batch["extra_info"][::2]] == list(range(8))
-    assert trainer.source.pending == 0
+def test_all_that_was_started_comes_in_the_order_that_is_asked_for(trainer: Any) -> None:
+    started(trainer)
+    started(trainer, 4)
+    assert sorted(trainer.source.finish()) == list(range(8))
+    batch = trainer.source.rows([7, *range(7)])
+    indices = [extra["index"] for extra in batch.non_tensor_batch["extra_info"][::2]]
+    assert indices == [7, *range(7)]
+    assert trainer.source.finish() == []
 
 
-def test_groups_that_end_first_are_taken_first_and_the_others_go_on(trainer: Any) -> None:
-    submitted(trainer)
-    short = trainer.source.take(2)
-    assert short.meta_info["group_numbers"] == [0, 2]  # one token each
+def test_groups_that_end_first_are_finished_first_and_the_others_go_on(trainer: Any) -> None:
+    started(trainer)
+    assert trainer.source.finish(2) == [0, 2]  # one token each
+    short = trainer.source.rows([0, 2])
     assert short.batch["responses"].shape[1] == 1  # as wide as what was taken
-    assert trainer.source.pending == 2
-    rest = trainer.source.take()
-    assert rest.meta_info["group_numbers"] == [1, 3]
-    submitted(trainer)
-    assert trainer.source.take().meta_info["group_numbers"] == [4, 5, 6, 7]
+    started(trainer, 4)
+    assert trainer.source.finish(numbers=[5]) == [5]
+    assert sorted(trainer.source.finish()) == [1, 3, 4, 6, 7]
 
 
-def test_taken_by_and_by_or_at_once_the_tokens_are_the_same(trainer: Any, task: Task) -> None:
-    state = trainer.loader.state_dict()
-    submitted(trainer)
+def test_groups_of_other_numbers_are_left_alone(trainer: Any) -> None:
+    """Validation while groups of training are running."""
+    started(trainer)
+    prompts = dict(zip(range(4, 8), started(trainer, 8).values(), strict=True))
+    batch = trainer.source.generate(prompts, [SAMPLING] * 3)
+    assert len(batch) == 12
+    assert sorted(trainer.source.finish()) == [0, 1, 2, 3, 8, 9, 10, 11]
+
+
+def test_each_sample_has_its_own_sampling(trainer: Any) -> None:
+    prompts = dict(enumerate(row_dicts(trainer.loader.next_batch())))
+    trainer.source.start(prompts, [SAMPLING, SAMPLING, {**SAMPLING, "temperature": 0.0}])
+    trainer.source.finish()
+    sampled = trainer.source.rows([*prompts], range(2))
+    greedy = trainer.source.rows([*prompts], (2,))
+    assert list(sampled.non_tensor_batch["sample_index"]) == [0, 1] * 4
+    assert list(greedy.non_tensor_batch["sample_index"]) == [2] * 4
+    alone = trainer.source.generate({9: prompts[1]}, [{**SAMPLING, "temperature": 0.0}])
+    assert greedy.batch["responses"][1].tolist() == alone.batch["responses"][0].tolist()
+
+
+def test_by_and_by_or_at_once_the_tokens_are_the_same(trainer: Any, task: Task) -> None:
+    prompts = started(trainer)
     by_and_by: dict[str, list[int]] = {}
-    while trainer.source.pending:
-        by_and_by |= tokens(trainer.source.take(1))
-    trainer.loader.load_state_dict(state)
-    submitted(trainer)
-    assert tokens(trainer.source.take()) == by_and_by
-
-
-def test_what_was_not_taken_is_in_the_checkpoint_and_is_drawn_again(
-    trainer: Any, tmp_path: Path
-) -> None:
-    submitted(trainer)
-    trainer.source.take(2)
-    state = trainer.source.state_dict()
-    assert [group["samples"] for group in state] == [2, 2]
-    expected = tokens(trainer.source.take())
-    trainer.source.load_state_dict(state, trainer.loader)
-    assert tokens(trainer.source.take()) == expected
-
-
-def test_a_saved_run_takes_what_it_had_not_taken(trainer: Any, tmp_path: Path) -> None:
-    from hone.trainer.ppo import checkpoint
-
-    submitted(trainer)
-    trainer.source.take(3)
-    trainer.save(tmp_path)
-    state = checkpoint.read_state(tmp_path, "not_taken")
-    assert len(state["not_taken"]) == 1
-    expected = tokens(trainer.source.take())
-    trainer.source.load_state_dict(state["not_taken"], trainer.loader)
-    assert tokens(trainer.source.take()) == expected
+    while finished := trainer.source.finish(1):
+        by_and_by |= tokens(trainer.source.rows(finished))
+        trainer.source.release(finished)
+    assert tokens(trainer.source.generate(prompts, [SAMPLING] * 2)) == by_and_by
 
 
 def test_what_was_aborted_never_comes(trainer: Any) -> None:
-    submitted(trainer)
-    trainer.source.take(1)
-    trainer.source.abort()
-    assert trainer.source.pending == 0
-    submitted(trainer)
-    assert trainer.source.take().meta_info["group_numbers"] == [4, 5, 6, 7]
+    started(trainer)
+    trainer.source.finish(1)
+    trainer.source.abort([0, 1, 2, 3])
+    started(trainer, 4)
+    assert sorted(trainer.source.finish()) == [4, 5, 6, 7]
 
 
 def test_a_group_goes_to_the_leader_with_the_fewest_running_samples() -> None:
@@ -110,12 +105,11 @@ def test_a_group_goes_to_the_leader_with_the_fewest_running_samples() -> None:
     group = TwoLeaders()
     source = TrajectorySource(cast(Any, group), run_seed=1, pad_token_id=0, keep_log_probs=True)
     for index in range(3):
-        prompts = collate_fn([{"uid": f"u{index}"}])
-        source.submit(prompts, samples=2, sampling=SAMPLING)
+        source.start({index: {"uid": f"u{index}"}}, [SAMPLING] * 2)
     assert group.numbers == [[0, 2], [1]]
     group.ended = [1]
-    source.take(1)
-    source.submit(collate_fn([{"uid": "u3"}]), samples=1, sampling=SAMPLING)
+    assert source.finish(1) == [1]
+    source.start({3: {"uid": "u3"}}, [SAMPLING])
     assert group.numbers == [[0, 2], [1, 3]]
 
 

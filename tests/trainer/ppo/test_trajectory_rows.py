@@ -16,8 +16,8 @@ import torch
 from hone.agents.collate import TRAJECTORY_ROW
 from hone.protocol import DataProto
 from hone.protocol.padding import split_padded, without_padding
+from hone.trainer.ppo.collector import NotEnoughSignal
 from hone.trainer.ppo.credit import balance
-from hone.trainer.ppo.selection import NotEnoughSignal
 from hone.workers.actor import minibatches
 
 from ..rewards import share
