@@ -17,9 +17,8 @@ import threading
 import time
 import traceback
 from asyncio.tasks import _unregister_task
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Generic, ParamSpec, TypeVar
@@ -363,7 +362,7 @@ async def run_in_thread(function: Callable[..., T], **arguments: Any) -> T:
 class PhaseDeadlines:
     """The deadline of each phase: the larger of `floor_s` and `factor` times its longest completed run.
 
-    A phase is a worker's method, or all agent loops of a batch.
+    A phase is a worker's method, or an agent loop, whose seconds are those of decoding.
     """
 
     floor_s: float
@@ -380,13 +379,6 @@ class PhaseDeadlines:
     def record(self, phase: str, seconds: float) -> None:
         """Records the duration of a completed run."""
         self.longest_run_s[phase] = max(seconds, self.longest_run_s.get(phase, 0.0))
-
-    @contextmanager
-    def timed(self, phase: str) -> Iterator[float]:
-        """Yields the limit of this run and records its duration if it completes."""
-        start_time = time.monotonic()
-        yield self.limit_s(phase)
-        self.record(phase, time.monotonic() - start_time)
 
     def advice(self, phase: str) -> str:
         """Returns the end of an error message: where the limit comes from and how to raise it."""

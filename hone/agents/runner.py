@@ -8,14 +8,15 @@ sample index), so that its tokens do not depend on the other rows of the batch.
 from __future__ import annotations
 
 import asyncio
+import math
 import threading
+import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from hone.agents.collate import check_output
 from hone.agents.contract import AgentLoopOutput, ServerManager
-from hone.agents.groups import FinishedGroup, GroupRequest
+from hone.agents.groups import FinishedGroup, GroupRequest, RunningGroup
 from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
@@ -29,22 +30,6 @@ _PHASE = "agent loops"
 
 class AgentLoopFailed(RuntimeError):
     """Raised after the failure of a loop; the message names the loop, the row and the error."""
-
-
-@dataclass(eq=False)
-class _Group:
-    """A group from its submission until it is returned or aborted."""
-
-    request: GroupRequest
-    outputs: dict[int, Sequence[AgentLoopOutput]] = field(default_factory=dict)
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)  # used in the event loop only
-    is_aborted: bool = False
-
-    def to_finished_group(self) -> FinishedGroup:
-        indices = range(len(self.request.rows))
-        pairs = [(index, output) for index in indices for output in self.outputs[index]]
-        row_indices, outputs = zip(*pairs, strict=True)
-        return FinishedGroup(self.request.number, row_indices, outputs)
 
 
 class LoopRunner:
@@ -69,10 +54,13 @@ class LoopRunner:
         self._deadlines = PhaseDeadlines(
             config.trainer.phase_deadline_floor_s, config.trainer.phase_deadline_factor
         )
+        self._decoded_s, self._decoding_start_s = 0.0, math.inf
         # Guards the fields below; notified of every change.
         self._condition = threading.Condition()
-        self._groups: list[_Group] = []  # submitted and not yet returned, in submission order
-        self._ready_groups: list[_Group] = []  # finished and not yet returned, in finish order
+        self._groups: list[RunningGroup] = []  # submitted and not yet returned, in submission order
+        self._ready_groups: list[
+            RunningGroup
+        ] = []  # finished and not yet returned, in finish order
         self._active_submissions = 0  # submissions with running loops
         self._submission_tasks: set[asyncio.Task[None]] = set()
         self._loop_thread: LoopThread[bool] | None = None  # ends when no submission is running
@@ -91,7 +79,7 @@ class LoopRunner:
             if self._is_closed:
                 raise AgentLoopFailed("the loop runner is closed; create a new one")
             self._raise_failure()
-            groups = [_Group(request) for request in requests]
+            groups = [RunningGroup(request) for request in requests]
             self._groups += groups
             if self._loop_thread is None or self._active_submissions == 0:
                 self._all_submissions_ended = asyncio.Event()
@@ -112,31 +100,21 @@ class LoopRunner:
         count.
         """
         with self._condition:
+            enough = math.inf if n_groups is None else n_groups
             self._condition.wait_for(
-                lambda: (
-                    self._all_ended()
-                    or (n_groups is not None and self.num_ready(numbers) >= n_groups)
-                ),
-                wait_s,
+                lambda: self._all_ended() or self.num_ready(numbers) >= enough, wait_s
             )
             self._raise_failure()
-            groups = self._ready(numbers)[:n_groups]
+            groups = dict.fromkeys(_with_numbers(self._ready_groups, numbers)[:n_groups])
             self._ready_groups = [group for group in self._ready_groups if group not in groups]
-            returned_groups = set(groups)
-            self._groups = [group for group in self._groups if group not in returned_groups]
-            return [group.to_finished_group() for group in groups]
+            self._groups = [group for group in self._groups if group not in groups]
+            return [_finished_group(group) for group in groups]
 
     def num_ready(self, numbers: Collection[int] | None = None) -> int:
         """Returns the number of groups (of `numbers`) that `pop_finished` would return without waiting."""
         with self._condition:
-            return 0 if self._failure is not None else len(self._ready(numbers))
-
-    def _ready(self, numbers: Collection[int] | None) -> list[_Group]:
-        return [
-            group
-            for group in self._ready_groups
-            if numbers is None or group.request.number in numbers
-        ]
+            is_failed = self._failure is not None
+            return 0 if is_failed else len(_with_numbers(self._ready_groups, numbers))
 
     def pending_numbers(self) -> list[int]:
         """Returns the numbers of the groups that were not yet returned, in submission order."""
@@ -156,6 +134,7 @@ class LoopRunner:
             self._wait_for_requests()
             return is_over()
 
+        self._decoding_start_s = time.monotonic()
         try:
             if is_driven(self._engine):
                 self._engine.drive(should_stop)
@@ -169,6 +148,8 @@ class LoopRunner:
             self._wait_for_loops()
             self._failure = None
             raise
+        finally:
+            self._decoded_s, self._decoding_start_s = self._decoding_s(), math.inf
         with self._condition:
             all_ended = self._all_ended()
         if all_ended:
@@ -179,6 +160,7 @@ class LoopRunner:
     def start(self) -> None:
         """Starts a thread that decodes, so that `submit` and `pop_finished` need no `run_until`."""
         engine = self._engine
+        self._decoding_start_s = time.monotonic()
         if self._decode_thread is not None or not is_driven(engine):
             return
 
@@ -194,11 +176,7 @@ class LoopRunner:
     def abort(self, numbers: Collection[int] | None = None) -> None:
         """Cancels the loops of these groups (None: all); `pop_finished` never returns them."""
         with self._condition:
-            aborted_groups = [
-                group
-                for group in self._groups
-                if numbers is None or group.request.number in numbers
-            ]
+            aborted_groups = _with_numbers(self._groups, numbers)
             for group in aborted_groups:
                 group.is_aborted = True
             self._groups = [group for group in self._groups if not group.is_aborted]
@@ -234,6 +212,10 @@ class LoopRunner:
             if self._active_submissions == 0:
                 self._failure, self._groups, self._ready_groups = None, [], []
             raise failure
+
+    def _decoding_s(self) -> float:
+        """Returns the seconds that this runner has decoded, which the deadlines count."""
+        return self._decoded_s + max(0.0, time.monotonic() - self._decoding_start_s)
 
     # -- threads -------------------------------------------------------------------------------
 
@@ -272,16 +254,15 @@ class LoopRunner:
 
     # -- in the event loop ---------------------------------------------------------------------
 
-    def _start_submission(self, groups: list[_Group]) -> None:
+    def _start_submission(self, groups: list[RunningGroup]) -> None:
         task = asyncio.get_running_loop().create_task(self._run_submission(groups))
         self._submission_tasks.add(task)
         task.add_done_callback(self._submission_tasks.discard)
 
-    async def _run_submission(self, groups: list[_Group]) -> None:
+    async def _run_submission(self, groups: list[RunningGroup]) -> None:
         """Runs the loops of one submission; its first failure cancels all submissions."""
         try:
-            with self._deadlines.timed(_PHASE) as limit_s:
-                await self._run_loops(groups, limit_s)
+            await self._run_loops(groups)
         except Exception as error:
             with self._condition:
                 self._failure = self._failure or error
@@ -293,8 +274,8 @@ class LoopRunner:
                     self._all_submissions_ended.set()
             self._notify()
 
-    async def _run_loops(self, groups: list[_Group], limit_s: float) -> None:
-        """Runs the loops; raises the first failure, or AgentLoopFailed after `limit_s`."""
+    async def _run_loops(self, groups: list[RunningGroup]) -> None:
+        """Runs the loops; raises the first failure, or AgentLoopFailed when a trajectory is late."""
         self._creation_error: Exception | None = None  # of the first loop that cannot be created
         tasks: dict[asyncio.Task[None], str] = {}  # task -> uid
         for group in groups:
@@ -304,32 +285,38 @@ class LoopRunner:
                 task = asyncio.create_task(self._run_trajectory(group, index))
                 group.tasks.append(task)
                 tasks[task] = row["uid"]
-        if not tasks:
-            return
+        done: set[asyncio.Task[None]] = set()
+        start_s, late = self._decoding_s(), {*tasks}
         try:
-            done, _ = await asyncio.wait(
-                tasks, timeout=limit_s, return_when=asyncio.FIRST_EXCEPTION
-            )
+            while late and not any(task.exception() for task in done if not task.cancelled()):
+                limit_s = self._deadlines.limit_s(_PHASE)
+                left_s = start_s + limit_s - self._decoding_s()
+                if left_s <= 0:
+                    break
+                done, late = await asyncio.wait(
+                    late, timeout=left_s, return_when=asyncio.FIRST_EXCEPTION
+                )
         finally:
             _cancel(groups)
             # A cancelled task ends within its grace period.
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task in tasks:
-            if task in done and not task.cancelled():
+        for task in done:
+            if not task.cancelled():
                 task.result()
-        late_uids = [uid for task, uid in tasks.items() if task not in done]
+        late_uids = [uid for task, uid in tasks.items() if task in late]
         if late_uids:
             raise AgentLoopFailed(
-                f"{len(late_uids)} of {len(tasks)} agent loops had not ended after {limit_s:g} s, "
-                f"the first on row uid={late_uids[0]}; set a deadline on its awaits "
+                f"{len(late_uids)} of {len(tasks)} agent loops had not ended after {limit_s:g} s of "
+                f"decoding, the first on row uid={late_uids[0]}; set a deadline on its awaits "
                 f"(asyncio.wait_for), or {self._deadlines.advice(_PHASE)}"
             )
 
-    async def _run_trajectory(self, group: _Group, index: int) -> None:
-        request = group.request
+    async def _run_trajectory(self, group: RunningGroup, index: int) -> None:
+        request, start_s = group.request, self._decoding_s()
         group.outputs[index] = await self._make_trajectory(
             request.rows[index], request.samplings[index]
         )
+        self._deadlines.record(_PHASE, self._decoding_s() - start_s)
         with self._condition:
             is_complete = len(group.outputs) == len(request.rows) and not group.is_aborted
             if is_complete:
@@ -392,7 +379,19 @@ class LoopRunner:
         return self._factories[agent_name]
 
 
-def _cancel(groups: Sequence[_Group]) -> None:
-    for group in groups:
-        for task in group.tasks:
-            task.cancel()
+def _with_numbers(
+    groups: Sequence[RunningGroup], numbers: Collection[int] | None
+) -> list[RunningGroup]:
+    return [group for group in groups if numbers is None or group.request.number in numbers]
+
+
+def _finished_group(group: RunningGroup) -> FinishedGroup:
+    """Returns the group's outputs, in row order."""
+    pairs = [(row, output) for row in sorted(group.outputs) for output in group.outputs[row]]
+    row_indices, outputs = zip(*pairs, strict=True)
+    return FinishedGroup(group.request.number, row_indices, outputs)
+
+
+def _cancel(groups: Sequence[RunningGroup]) -> None:
+    for task in [task for group in groups for task in group.tasks]:
+        task.cancel()

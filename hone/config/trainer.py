@@ -139,7 +139,7 @@ class TrainerConfig(TrainingRunConfig):
     max_restarts: CountOrZero = 0
     """Restarts from the last checkpoint, on the nodes that are left, when a worker, a node or Ray is lost."""
     phase_deadline_floor_s: Positive = 7200.0
-    """Seconds that any phase (a worker call, the agent loops of a batch) may take before the run stops."""
+    """Seconds that any phase (a worker call, an agent loop) may take before the run stops."""
     phase_deadline_factor: OneOrMore = 10.0
     """A phase may take longer than the floor, up to this factor times its longest earlier duration."""
 

@@ -175,13 +175,29 @@ def test_closing_releases_the_loops_and_refuses_more(
         loops.submit(gated(["b"], [opened()]))
 
 
-def test_a_late_submission_is_named_and_ends_the_others(
+def test_a_late_loop_is_named_and_ends_the_others(
     runner: Runner, gated: Gated, engine: ScriptedRollout
 ) -> None:
     loops = runner(engine, "trainer.phase_deadline_floor_s=2")
+    loops.start()
     loops.submit(gated(["a"], [threading.Event()]))
-    with pytest.raises(AgentLoopFailed, match=r"1 of 1 agent loops .* uid=a"):
+    with pytest.raises(AgentLoopFailed, match=r"1 of 1 agent loops .* of decoding.* uid=a"):
         loops.pop_finished(None, 60.0)
+
+
+def test_the_time_between_two_calls_is_no_time_of_the_deadline(
+    runner: Runner, gated: Gated, engine: ScriptedRollout
+) -> None:
+    """While the trainer updates, the groups in flight wait."""
+    gate, loops = threading.Event(), runner(engine, "trainer.phase_deadline_floor_s=2")
+    loops.submit(gated(["a"], [gate]))
+    loops.run_until(lambda: True)
+    assert GatedLoop.begun.wait(60)
+    threading.Event().wait(3)
+    assert loops.pop_finished(1, 0.0) == []
+    gate.set()
+    loops.run_until(lambda: False)
+    assert [group.number for group in loops.pop_finished()] == [0]
 
 
 class StuckEngine(ScriptedRollout):
