@@ -83,7 +83,7 @@ class LoopRunner:
             self._groups += groups
             if self._loop_thread is None or self._active_submissions == 0:
                 self._all_submissions_ended = asyncio.Event()
-                self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self._notify)
+                self._loop_thread = LoopThread(self._all_submissions_ended.wait(), self.notify)
                 self._loop_thread.start()
             self._active_submissions += 1
             self._loop_thread.call_soon(self._start_submission, groups)
@@ -183,7 +183,7 @@ class LoopRunner:
             self._ready_groups = [group for group in self._ready_groups if not group.is_aborted]
             if self._loop_thread is not None:
                 self._loop_thread.call_soon(_cancel, aborted_groups)
-        self._notify()
+        self.notify()
 
     def close(self) -> None:
         """Aborts all groups and ends the threads; does not close the engine."""
@@ -228,7 +228,8 @@ class LoopRunner:
         with self._condition:
             self._is_waiting_for_requests = False  # from here on, changes notify the engine
 
-    def _notify(self) -> None:
+    def notify(self) -> None:
+        """Makes `run_until` and `pop_finished` check again whether they are done."""
         with self._condition:
             self._condition.notify_all()
             is_waiting = self._is_waiting_for_requests
@@ -272,7 +273,7 @@ class LoopRunner:
                 self._active_submissions -= 1
                 if self._active_submissions == 0:
                     self._all_submissions_ended.set()
-            self._notify()
+            self.notify()
 
     async def _run_loops(self, groups: list[RunningGroup]) -> None:
         """Runs the loops; raises the first failure, or AgentLoopFailed when a trajectory is late."""
@@ -322,7 +323,7 @@ class LoopRunner:
             if is_complete:
                 self._ready_groups.append(group)
         if is_complete:
-            self._notify()
+            self.notify()
 
     async def _make_trajectory(self, row: Row, sampling: Settings) -> list[AgentLoopOutput]:
         """Runs the row's loop and returns the outputs of its trajectory, usually one."""

@@ -16,6 +16,7 @@ from typing import Literal
 
 import torch
 from torch import Tensor
+from torch.distributed.distributed_c10d import _get_default_store
 
 from hone.agents.groups import FinishedGroup, GroupRequest
 from hone.agents.runner import LoopRunner
@@ -35,6 +36,7 @@ from hone.weights.streamed import Location, receive
 from hone.workers.actor import ActorWorker, Roofline
 from hone.workers.device import pick_device, prepare_process
 from hone.workers.engine_specs import actor_spec
+from hone.workers.shared_count import SharedCount
 
 WeightTransfer = Literal["shared", "gathered", "copied", "streamed"]
 """How new weights reach the rollout engine; the docstring of this module explains each way."""
@@ -103,6 +105,7 @@ class RolloutWorker(Worker):
             self.engine = build_rollout(spec)
         if self.actor is None and not self.engine.traits.uses_policy_module:
             del self._lease  # the engine has its own weights; only the facts were needed
+        self._num_counts = 0
         self._lease_address_version: int | None = None
         """`Lease.address_version` at the engine's last wake_up; None before the first and during sleep."""
         self._is_paused_outside_lease = False
@@ -170,8 +173,8 @@ class RolloutWorker(Worker):
     ) -> FinishedGroups:
         """Returns up to `n_groups` finished groups (None: all); each group is returned once.
 
-        With `numbers`, only these groups count. In the actor's process, the call decodes until enough groups
-        are finished; in another process, the call waits up to `wait_s` seconds.
+        With `numbers`, only these groups count. In the actor's process, the call decodes until the ranks
+        together have finished enough groups; in another process, the call waits up to `wait_s` seconds.
         """
         if self.actor is None:
             return FinishedGroups(self.runner.pop_finished(n_groups, wait_s, numbers))
@@ -189,12 +192,25 @@ class RolloutWorker(Worker):
             self.engine.release()
 
     def _decode(self, n_groups: int | None, numbers: Collection[int] | None) -> FinishedGroups:
-        """Decodes in this thread until `n_groups` groups are finished (None: all), and returns them."""
+        """Decodes in this thread until `n_groups` groups are finished (None: all), and returns them.
+
+        With several leaders, `n_groups` is the sum over them.
+        """
         runner, start_time = self.runner, time.perf_counter()
-        rollout = self.config.actor_rollout_ref.rollout
-        if numbers is not None:
-            numbers = {*numbers} & {*runner.pending_numbers()}
-            n_groups = len(numbers) if n_groups is None else min(n_groups, len(numbers))
+        shared_count: SharedCount | None = None
+        if n_groups is not None and self.world_size > self._tensor_parallel_size:
+            self._num_counts += 1  # as on the other ranks, which get the same calls
+            key = f"hone/finished_groups/{self._num_counts}"
+            shared_count = SharedCount(_get_default_store(), key, n_groups)
+        elif n_groups is None and numbers is not None:
+            n_groups = len({*numbers} & {*runner.pending_numbers()})
+
+        def is_enough() -> bool:
+            num_ready = runner.num_ready(numbers)
+            if shared_count is not None:
+                return shared_count.is_reached(num_ready)
+            return n_groups is not None and num_ready >= n_groups
+
         with ExitStack() as stack:
             address_version = 0  # an engine with its own weights needs no lease
             if self.engine.traits.uses_policy_module:  # all ranks enter together
@@ -205,24 +221,32 @@ class RolloutWorker(Worker):
             if self._is_paused_outside_lease:
                 run_coroutine(self.engine.resume())
                 self._is_paused_outside_lease = False
-            runner.run_until(lambda: n_groups is not None and runner.num_ready(numbers) >= n_groups)
+            if shared_count is not None:
+                stack.enter_context(shared_count.watched(runner.notify))
+            runner.run_until(is_enough)
+            is_enough()  # tells the other ranks what has finished last
             traits = self.engine.traits
             is_pausable = traits.uses_policy_module and traits.pause_keeps_requests
             if is_pausable and runner.pending_numbers():
                 run_coroutine(self.engine.pause(keep=True))
                 self._is_paused_outside_lease = True
-        groups = runner.pop_finished(n_groups, numbers=numbers)
-        if rollout.free_cache_engine and not runner.pending_numbers():
+        groups = runner.pop_finished(n_groups if shared_count is None else None, numbers=numbers)
+        frees_cache = self.config.actor_rollout_ref.rollout.free_cache_engine
+        if frees_cache and not runner.pending_numbers():
             run_coroutine(self.engine.sleep())
             self._lease_address_version = None
+        return FinishedGroups(groups, self._utilization(groups, time.perf_counter() - start_time))
+
+    def _utilization(self, groups: Sequence[FinishedGroup], seconds: float) -> dict[str, float]:
+        """Returns how much of the memory bandwidth the decoding of these groups used, if it is known."""
         outputs = [output for group in groups for output in group.outputs]
         if self._roofline is None or not outputs:
-            return FinishedGroups(groups)
+            return {}
         prompt_lengths = [len(output.prompt_ids) for output in outputs]
         response_lengths = [len(output.response_ids) for output in outputs]
-        seconds = time.perf_counter() - start_time
-        mbu = self._roofline.mbu(prompt_lengths, response_lengths, rollout.max_num_seqs, seconds)
-        return FinishedGroups(groups, {"perf/mbu": mbu})
+        max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
+        mbu = self._roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
+        return {"perf/mbu": mbu}
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, numbers: Collection[int] | None = None) -> None:

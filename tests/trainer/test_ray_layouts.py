@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from .runs import Run, Task
+from hone.protocol.rows import row_dicts
+
+from .runs import Run, Task, opened
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("ray_cluster")]
 
@@ -53,3 +55,19 @@ def test_a_layout_samples_with_the_whole_model(task: Task, tmp_path: Path) -> No
     assert texts[0] == texts[1]
     for name in ("actor/pg_loss", "actor/grad_norm"):
         assert two.series(name)[0] == pytest.approx(one.series(name)[0], rel=1e-4, abs=1e-6), name
+
+
+def test_ranks_that_share_their_processes_with_the_trainer_take_some_of_the_groups(
+    task: Task, tmp_path: Path
+) -> None:
+    """Rank 0 has groups 0 and 2, rank 1 has 1 and 3; neither waits for its own second group."""
+    loop = "actor_rollout_ref.rollout.agent.default_agent_loop=trainer.ppo.loops:Gated"
+    overrides = ("data.shuffle=false", "trainer.phase_deadline_floor_s=60", *ray(2))
+    with opened(task.overrides(tmp_path, loop, *overrides)) as trainer:
+        prompts = dict(enumerate(row_dicts(trainer.loader.next_batch())))
+        trainer.source.start(prompts, [{"temperature": 1.0}] * 2)
+        assert sorted(trainer.source.finish(2)) == [0, 1]
+        (tmp_path / "gate").touch()
+        assert sorted(trainer.source.finish(1))[0] in (2, 3)
+        trainer.source.finish()
+        assert len(trainer.source.rows(range(4))) == 8

@@ -34,7 +34,12 @@ from hone.trainer.ppo.selection import (
     metric_values,
     passes_prime_filters,
 )
-from hone.trainer.ppo.source import GroupMetrics, TrajectorySource, generation_metrics
+from hone.trainer.ppo.source import (
+    GroupMetrics,
+    TrajectorySource,
+    generation_metrics,
+    mean_max_min,
+)
 from hone.types import Row
 
 _PARTS = 4
@@ -123,6 +128,8 @@ class Collector:
         batch = self._select(numbers)
         metrics = batch.meta_info.setdefault("metrics", {})
         metrics |= generation_metrics([self._groups[number].metrics for number in numbers])
+        ages = torch.tensor(self._ledger.ages(numbers))
+        metrics |= mean_max_min("training/off_policy/group_staleness_steps", ages)
         if self._is_filtered:
             metrics |= self._filter_metrics(batch, numbers)
         self._source.abort(self._ledger.consume(numbers))

@@ -130,6 +130,8 @@ class TrajectorySource:
         self._run_seed = run_seed
         self._pad_token_id, self._keep_log_probs = pad_token_id, keep_log_probs
         self._leader_ranks = workers.mesh(DEFAULT_MESH).collect_ranks  # the ranks with agent loops
+        # Ranks that generate between two calls cannot count together how many groups have finished.
+        self._generates_between_calls = workers.call(RolloutWorker.weight_transfer) == "streamed"
         self._running: dict[int, _Group] = {}  # by number
         self._finished: dict[int, _Group] = {}  # by number, in finishing order
 
@@ -174,9 +176,11 @@ class TrajectorySource:
         awaited_numbers = None if numbers is None else awaited
         finished_numbers: list[int] = []
         while num_left > 0:
-            # With several leaders, none may wait for a number of groups, because another may finish first;
-            # each returns the groups that finish within _POLL_S.
-            groups_needed = num_left if len(self._leader_ranks) == 1 else None
+            # If leaders do not count together, none may wait for a number of groups, because another may
+            # finish first; each returns the groups that finish within _POLL_S.
+            waits_for_all = num_left == len(awaited & self._running.keys())
+            polls = self._generates_between_calls and len(self._leader_ranks) > 1
+            groups_needed = None if waits_for_all or polls else num_left
             for result in self._workers.call_all(
                 RolloutWorker.pop_finished_groups, groups_needed, _POLL_S, awaited_numbers
             ):

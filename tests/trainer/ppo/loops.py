@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from pathlib import Path
 from random import Random
 from typing import Any
 
@@ -68,6 +70,16 @@ class ByLength(AgentLoopBase):
         )
         tokens = len(out.token_ids)
         return AgentLoopOutput(prompt, out.token_ids, [1] * tokens, out.log_probs, num_turns=2)
+
+
+class Gated(ByLength):
+    """Rows whose index modulo 4 is above 1 wait until the file `gate` lies in the run's folder."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        gate = Path(self.config.trainer.default_local_dir) / "gate"
+        while row["extra_info"]["index"] % 4 > 1 and not gate.exists():
+            await asyncio.sleep(0.01)
+        return await super().run(sampling_params, **row)
 
 
 class TwentyFold(AgentLoopBase):

@@ -61,3 +61,4 @@ def test_a_step_whose_updates_were_all_skipped_publishes_no_new_weights() -> Non
 def test_a_synchronous_run_is_never_stale(train: Callable[..., Run]) -> None:
     run = train("trainer.total_training_steps=2")
     assert run.series("training/off_policy/trajectory_staleness/max") == [0.0, 0.0]
+    assert run.series("training/off_policy/group_staleness_steps/max") == [0.0, 0.0]
