@@ -19,6 +19,8 @@ class GroupRequest:
     rows: tuple[Row, ...]
     samplings: tuple[Settings, ...]
     """The sampling parameters of each row."""
+    priority: int = 0
+    """Waiting requests of the lowest priority start first."""
 
 
 @dataclass(frozen=True)

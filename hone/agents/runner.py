@@ -23,7 +23,6 @@ from hone.config import PPOTrainerConfig
 from hone.event_loop import LoopThread, PhaseDeadlines, run_with_deadline
 from hone.rollout.contract import RolloutEngine, is_driven, trajectory_seed
 from hone.tokenizer import Tokenizer
-from hone.types import Row, Settings
 
 _PHASE = "agent loops"
 
@@ -314,9 +313,7 @@ class LoopRunner:
 
     async def _run_trajectory(self, group: RunningGroup, index: int) -> None:
         request, start_s = group.request, self._decoding_s()
-        group.outputs[index] = await self._make_trajectory(
-            request.rows[index], request.samplings[index]
-        )
+        group.outputs[index] = await self._make_trajectory(request, index)
         self._deadlines.record(_PHASE, self._decoding_s() - start_s)
         with self._condition:
             is_complete = len(group.outputs) == len(request.rows) and not group.is_aborted
@@ -325,8 +322,9 @@ class LoopRunner:
         if is_complete:
             self.notify()
 
-    async def _make_trajectory(self, row: Row, sampling: Settings) -> list[AgentLoopOutput]:
-        """Runs the row's loop and returns the outputs of its trajectory, usually one."""
+    async def _make_trajectory(self, request: GroupRequest, index: int) -> list[AgentLoopOutput]:
+        """Runs the loop of a row and returns the outputs of its trajectory, usually one."""
+        row, sampling = request.rows[index], request.samplings[index]
         name, factory = self._factory_of(row.get("agent_name"))
         max_tokens = self._rollout.response_length
         manager = ServerManager(
@@ -334,6 +332,7 @@ class LoopRunner:
             seed=trajectory_seed(self._run_seed, row["uid"], row["sample_index"]),
             max_tokens=max_tokens,
             max_model_len=self._rollout.max_model_len,
+            priority=request.priority,
         )
 
         async def run_loop() -> list[AgentLoopOutput]:

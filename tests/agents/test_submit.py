@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -231,6 +232,18 @@ def test_loops_that_outlive_a_stopped_engine_are_cancelled(
     with pytest.raises(AgentLoopFailed, match="decoding has stopped, and 1 groups"):
         loops.run_until(lambda: False)
     assert GatedLoop.ended == ["a"]
+
+
+def test_requests_have_the_priority_of_their_group(
+    runner: Runner,
+    rows: Rows,
+    requests: Callable[..., list[GroupRequest]],
+    engine: ScriptedRollout,
+) -> None:
+    loops = runner(engine)
+    loops.submit([replace(request, priority=7) for request in requests(rows(["a"]))])
+    loops.run_until(lambda: False)
+    assert [request.priority for request in engine.requests] == [7]
 
 
 def test_only_one_thread_is_asked_to_decode(runner: Runner) -> None:

@@ -135,10 +135,13 @@ class TrajectorySource:
         self._running: dict[int, _Group] = {}  # by number
         self._finished: dict[int, _Group] = {}  # by number, in finishing order
 
-    def start(self, prompts: Mapping[int, Row], samplings: Sequence[Settings]) -> None:
+    def start(
+        self, prompts: Mapping[int, Row], samplings: Sequence[Settings], priority: int | None = None
+    ) -> None:
         """Starts a group for each prompt, by its number, with one sample for each of the samplings.
 
-        Each group goes to the leader with the fewest running samples.
+        Each group goes to the leader with the fewest running samples. The requests of the oldest group start
+        first, unless there is another `priority`.
         """
         rank_requests: list[list[GroupRequest]] = [[] for _ in range(self._workers.world_size)]
         num_running = dict.fromkeys(self._leader_ranks, 0)
@@ -148,7 +151,9 @@ class TrajectorySource:
             rows = tuple(self._row(prompt, sample_index) for sample_index in range(len(samplings)))
             rank = min(num_running, key=num_running.__getitem__)
             num_running[rank] += len(rows)
-            rank_requests[rank].append(GroupRequest(number, rows, tuple(samplings)))
+            group_priority = number if priority is None else priority
+            request = GroupRequest(number, rows, tuple(samplings), group_priority)
+            rank_requests[rank].append(request)
             self._running[number] = _Group(DataProto(None, collate_fn(rows)), rank)
         self._workers.call_each(RolloutWorker.submit, rank_requests)
 
@@ -224,8 +229,8 @@ class TrajectorySource:
         ]
 
     def generate(self, prompts: Mapping[int, Row], samplings: Sequence[Settings]) -> DataProto:
-        """Starts these groups, and returns their trajectories; other groups stay as they are."""
-        self.start(prompts, samplings)
+        """Generates these groups before all others, and returns their trajectories."""
+        self.start(prompts, samplings, priority=-1)
         self.finish(numbers=prompts.keys())
         batch = self.rows([*prompts])
         self.release(prompts)

@@ -113,6 +113,15 @@ def test_a_group_goes_to_the_leader_with_the_fewest_running_samples() -> None:
     assert group.numbers == [[0, 2], [1, 3]]
 
 
+def test_the_oldest_group_goes_first_and_validation_before_all() -> None:
+    group = TwoLeaders()
+    source = TrajectorySource(cast(Any, group), run_seed=1, pad_token_id=0, keep_log_probs=True)
+    source.start({3: {"uid": "a"}, 4: {"uid": "b"}}, [SAMPLING])
+    group.ended = [5]
+    source.generate({5: {"uid": "c"}}, [SAMPLING] * 2)
+    assert group.priorities == [3, 4, -1]
+
+
 class TwoLeaders:
     """Stands for a worker group with agent loops on two ranks; `ended` has the groups that finish next."""
 
@@ -121,6 +130,7 @@ class TwoLeaders:
     def __init__(self) -> None:
         self.numbers: list[list[int]] = [[], []]
         self.ended: list[int] = []
+        self.priorities: list[int] = []
 
     def mesh(self, name: str) -> Mesh:
         return Mesh((0, 1), (True, True))
@@ -131,6 +141,7 @@ class TwoLeaders:
     def call_each(self, method: Callable[..., Any], requests: list[list[GroupRequest]]) -> None:
         for numbers, rank_requests in zip(self.numbers, requests, strict=True):
             numbers += [request.number for request in rank_requests]
+            self.priorities += [request.priority for request in rank_requests]
 
     def call_all(self, method: Callable[..., Any], *arguments: Any) -> list[FinishedGroups]:
         output = AgentLoopOutput([5], [6], [1])
