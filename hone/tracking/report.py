@@ -12,15 +12,19 @@ import json
 import math
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hone.tracking.atomic import atomic_write_text
 from hone.tracking.curve import DEFAULT_SMOOTHING, bucket_means, envelope, is_unsmoothed
-from hone.tracking.panels import PURE_METRIC, SECTIONS
+from hone.tracking.metrics_file import find_metrics_file
+from hone.tracking.panels import PURE_METRIC, SECTIONS, Section
 from hone.tracking.report_data import RunData, load_run
-from hone.tracking.run_folder import unique_labels
+from hone.tracking.run_folder import RunFolder, unique_labels
 from hone.tracking.timer import TIMING_PREFIX
 from hone.types import JsonObject, JsonValue
 
@@ -44,6 +48,8 @@ RUN_COLOURS = (
 PART_COLOURS = (*RUN_COLOURS, "#a16207", "#94a3b8")
 BAR_WIDTH = 1000
 """Width of the bar of time parts, in units of its SVG in `report.html`."""
+EQUAL_RATIO = 1e-5
+"""Curves that differ by less than this fraction of their largest value are equal, as rounding differs."""
 GOLDEN_ANGLE = 137.508
 """Runs beyond RUN_COLOURS get hues that are this many degrees apart."""
 
@@ -58,9 +64,16 @@ def write_report(runs: Sequence[str | os.PathLike[str]], out: str | os.PathLike[
     """Reads the run folders and writes the page to `out`."""
     if not runs:
         raise ValueError("a report needs at least one run folder")
+    return atomic_write_text(out, render(load_runs(runs)))
+
+
+def load_runs(runs: Sequence[str | os.PathLike[str]]) -> list[RunData]:
+    """Loads runs; a run has the name of its experiment, or else of its folder."""
+    names = [RunFolder(find_metrics_file(path).parent).experiment_name() for path in runs]
     labels = unique_labels(runs)
-    run_data = [load_run(path, label) for path, label in zip(runs, labels, strict=True)]
-    return atomic_write_text(out, render(run_data))
+    if len(set(names)) == len(names):
+        labels = [name or label for name, label in zip(names, labels, strict=True)]
+    return [load_run(path, label) for path, label in zip(runs, labels, strict=True)]
 
 
 def render(runs: Sequence[RunData]) -> str:
@@ -80,7 +93,9 @@ def render(runs: Sequence[RunData]) -> str:
     )
     metric_names = sorted({key for run in runs for key in run.metric_names()})
     summary_keys = [key for key in metric_names if SUMMARY_METRICS.fullmatch(key)]
-    groups = _group_metrics(runs, metric_names)
+    constants = [key for key in metric_names if _is_constant(runs, key)]
+    equal_metrics = _equal_metrics(runs, _overview_first(set(metric_names).difference(constants)))
+    groups = _group_metrics(list(equal_metrics), SECTIONS if PURE_METRIC in metric_names else ())
     charts = [_curves(key, runs) for keys in groups.values() for key in keys]
     data = json.dumps({"runs": [run.label for run in runs], "charts": charts}, allow_nan=False)
     *others, last = (run.label for run in runs)
@@ -93,10 +108,12 @@ def render(runs: Sequence[RunData]) -> str:
         # Inside a script element only `<` can end the element or open a comment.
         chart_data=data.replace("<", "\\u003c"),
         weight=DEFAULT_SMOOTHING,
-        summary_keys=summary_keys,
+        summary_metrics=_equal_metrics(runs, summary_keys),
         metric_result=metric_result,
         headline=lambda run: _headline(run, summary_keys),
         curve_groups=groups,
+        equal_metrics=equal_metrics,
+        constants=constants,
         open_groups=["overview", *(section.name for section in SECTIONS if section.is_open)],
         time_breakdown=time_breakdown,
         config_rows=_config_rows(runs),
@@ -158,21 +175,56 @@ def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
     return next(filter(None, (metric_result(run, key) for key in ordered_keys)), None)
 
 
-def _group_metrics(runs: Sequence[RunData], names: Sequence[str]) -> dict[str, list[str]]:
-    """Returns metric names by group: the overview, PURE's sections, and a group per prefix; the overview has
-    only one of several metrics with equal values."""
-    overview = [key for key in names if OVERVIEW_METRICS.fullmatch(key)]
-    overview.sort(
-        key=lambda key: (not key.startswith("val-core/"), not SUMMARY_METRICS.fullmatch(key))
+def _is_constant(runs: Sequence[RunData], key: str) -> bool:
+    """Whether a metric has one finite value in all steps of each run, and at least two steps in a run."""
+    all_values = [run.metrics.get(key).values for run in runs]
+    return max(map(len, all_values)) > 1 and all(
+        _are_close(values, np.full_like(values, values[0])) for values in all_values if len(values)
     )
-    key_by_values: dict[tuple[bytes, ...], str] = {}
-    for key in overview:
-        values = tuple(numbers.tobytes() for run in runs for numbers in run.metrics.get(key))
-        key_by_values.setdefault(values, key)
-    groups = {"overview": list(key_by_values.values())}
-    if PURE_METRIC in names:
-        sections = {section.name: section.metrics_among(names) for section in SECTIONS}
-        groups |= {name: keys for name, keys in sections.items() if keys}
+
+
+def _equal_metrics(runs: Sequence[RunData], names: Iterable[str]) -> dict[str, list[str]]:
+    """Returns, by the first of each set of metrics with equal values, the names of the set."""
+    names_by_first: dict[str, list[str]] = {}
+    for key in names:
+        equal_key = next((first for first in names_by_first if _are_equal(runs, first, key)), key)
+        names_by_first.setdefault(equal_key, []).append(key)
+    return names_by_first
+
+
+def _are_equal(runs: Sequence[RunData], first_key: str, second_key: str) -> bool:
+    for run in runs:
+        first, second = run.metrics.get(first_key), run.metrics.get(second_key)
+        if not np.array_equal(first.steps, second.steps):
+            return False
+        if not _are_close(first.values, second.values):
+            return False
+    return True
+
+
+def _are_close(first: NDArray[np.float64], second: NDArray[np.float64]) -> bool:
+    largest_value = np.abs(first[np.isfinite(first)]).max(initial=0.0)
+    return np.allclose(first, second, rtol=0.0, atol=EQUAL_RATIO * largest_value, equal_nan=True)
+
+
+def _overview_first(names: Iterable[str]) -> list[str]:
+    """Returns the names in the order of the page: held-out metrics, other results, the rest."""
+    return sorted(
+        names,
+        key=lambda key: (
+            not OVERVIEW_METRICS.fullmatch(key),
+            not key.startswith("val-core/"),
+            not SUMMARY_METRICS.fullmatch(key),
+            key,
+        ),
+    )
+
+
+def _group_metrics(names: Sequence[str], sections: Sequence[Section]) -> dict[str, list[str]]:
+    """Returns metric names by group: the overview, the sections, and a group per prefix."""
+    groups = {"overview": [key for key in names if OVERVIEW_METRICS.fullmatch(key)]}
+    section_metrics = {section.name: section.metrics_among(names) for section in sections}
+    groups |= {name: keys for name, keys in section_metrics.items() if keys}
     grouped_names = {key for keys in groups.values() for key in keys}
     for key in names:
         if key not in grouped_names:

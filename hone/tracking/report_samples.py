@@ -20,7 +20,7 @@ StepFiles = list[tuple[int, Path]]
 SortKey = tuple[float, int, int, int]
 """Signed score, negated step, row index and file index of a response; the lowest key is first."""
 JSON_COLUMNS = ("turns", "tool_outputs", "reward_scores")
-COLUMNS = ("uid", "prompt_text", "response_text", "score", *JSON_COLUMNS)
+COLUMNS = ("uid", "prompt_text", "response_text", "score", "ground_truth", *JSON_COLUMNS)
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,8 @@ class Sample:
     prompt: str
     response: str
     score: float | None
+    expected: str = ""
+    """The ground truth; empty if the row has none."""
     reward_parts: dict[str, float] = field(default_factory=dict)
     turns: tuple[Turn, ...] = ()
     """Empty for a response of one turn."""
@@ -85,6 +87,7 @@ def read_samples(step: int, path: Path, notes: list[str]) -> list[Sample]:
                 reward_parts[name.removeprefix("reward/")] = sum(numbers) if is_valid else None
         sample = Sample(
             *(step, uid, prompt, response, scores[index]),
+            _expected(row.get("ground_truth")),
             reward_parts=_numbers(reward_parts),
             turns=_parse_turns(turns, tool_outputs),
             trajectory_scores=_numbers(trajectory_scores),
@@ -113,6 +116,14 @@ def _parse_turns(turns: JsonValue, tool_outputs: JsonValue) -> tuple[Turn, ...]:
         role, text = str(turn.get("role", "")), str(turn.get("text", ""))
         parsed_turns.append(Turn(role, text, score, turn_calls, reward, tokens, is_trained_on))
     return tuple(parsed_turns)
+
+
+def _expected(ground_truth: JsonValue) -> str:
+    """Returns the ground truth, which is stored as JSON, as text: a JSON string without its quotes."""
+    truth = _parse_json(ground_truth)
+    if truth is None:
+        return ""
+    return truth if isinstance(truth, str) else json.dumps(truth, ensure_ascii=False)
 
 
 def _parse_json(text: JsonValue) -> JsonValue:

@@ -104,6 +104,17 @@ class RunFolder:
             return {}
         return json.loads(self.config_origins_file.read_text(encoding="utf-8"))
 
+    def experiment_name(self) -> str | None:
+        """Returns `trainer.experiment_name`; None if the run has its default value or cannot be read."""
+        with contextlib.suppress(OSError, ValueError, RecursionError):
+            trainer = self.read_config_or_empty().get("trainer")
+            if (
+                isinstance(trainer, dict)
+                and "trainer.experiment_name" in self.read_config_origins()
+            ):
+                return str(trainer.get("experiment_name"))
+        return None
+
     def truncate_after(self, step: int) -> None:
         """Removes metrics, rollouts and validations after `step`; checkpoints are kept."""
         for folder in (self.path, self.rollouts, self.validation):

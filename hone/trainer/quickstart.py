@@ -18,7 +18,7 @@ from itertools import count
 from pathlib import Path
 
 from hone import program_dialect
-from hone.config import PPOTrainerConfig, load_config
+from hone.config import PPOTrainerConfig, compose
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text, progress, read_metrics
@@ -176,7 +176,7 @@ def overrides(files: dict[str, Path], model: Path, run: Path, seed: int) -> list
         "trainer.test_freq=10",
         f"trainer.seed={seed}",
         "trainer.project_name=quickstart",
-        f"trainer.experiment_name=seed-{seed}",
+        f"trainer.experiment_name=quickstart-seed-{seed}",
         path_override("trainer.default_local_dir", run),
         "trainer.resume_mode=disable",
     ]
@@ -196,10 +196,11 @@ def main(*, out: str, seed: int, extra_overrides: Sequence[str] = ()) -> None:
 
     files = {name: folder / file for name, file in DATA_FILES.items()}
     model = folder / BASE_FOLDER
-    config = load_config(
+    composed = compose(
         [*overrides(files, model, folder / RUN_FOLDER, seed), *extra_overrides],
         dialect=program_dialect(),
     )
+    config = composed.config
     Plan.of(config)  # raises for an unknown estimator
     with lock_target(folder):
         prepare_folder(folder)
@@ -211,7 +212,7 @@ def main(*, out: str, seed: int, extra_overrides: Sequence[str] = ()) -> None:
         write_data(files, seed)
         build_base_policy(model, seed, threads)
         warm_up_end = time.perf_counter()
-        train(config)
+        train(config, composed.origins)
         end = time.perf_counter()
         run = Path(config.trainer.default_local_dir)
         print_summary(folder, run, config, warm_up_s=warm_up_end - start, train_s=end - warm_up_end)

@@ -56,7 +56,9 @@ def test_the_report_of_a_run_with_pures_metrics_has_the_panels_in_sections(tmp_p
         "actor/pg_loss": 0.3,
         "actor/lr": 1e-6,
     }
-    html = page(tmp_path, line, line | {"alarms/kl": 1.0, "alarms/raised": 1})
+    later = {name: value * factor for factor, (name, value) in enumerate(line.items(), 2)}
+    alarms = {"alarms/kl": 1.0, "alarms/raised": 1}
+    html = page(tmp_path, line, line | alarms, later | {"alarms/raised": 0})
     groups = charts(html)
     assert groups["Validation ACC"] == ["val-core/math500/acc/mean@1", "val-core/other/acc/mean@1"]
     assert groups["Reward & Return"] == ["instant_rewards/kl/mean"]

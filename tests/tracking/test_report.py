@@ -201,3 +201,17 @@ def test_an_invalid_config_does_not_break_the_report(
     text = Page(report(tmp_path, run)).text
     assert "config.yaml" in text or "1.2" in text  # a note, or the keys
     assert ("config_origins.json" in text) == (origins != '{"a": 1}')
+
+
+def test_a_run_has_the_name_of_its_experiment_or_else_of_its_folder(
+    make_run: MakeRun, tmp_path: Path
+) -> None:
+    run = make_run("run")
+    config = {"trainer": {"experiment_name": "sums"}}
+    run.write_config(config, {})
+    assert "<title>run</title>" in report(tmp_path, run)
+    run.write_config(config, {"trainer.experiment_name": "command line"})
+    assert "<title>sums</title>" in report(tmp_path, run)
+    twin = make_run("twin")
+    twin.write_config(config, {"trainer.experiment_name": "command line"})
+    assert "<title>run and twin</title>" in report(tmp_path, run, twin)

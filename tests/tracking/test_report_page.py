@@ -3,13 +3,14 @@ from __future__ import annotations
 import json
 import re
 from html import unescape
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hone.tracking.report import excerpt, render
 from hone.tracking.report_data import RunData, collect_series
-from hone.tracking.report_samples import Sample, ToolCall, Turn
+from hone.tracking.report_samples import Sample, ToolCall, Turn, read_samples
 
 
 def run_of(label: str, rows: list[dict[str, Any]], **more: Any) -> RunData:
@@ -112,12 +113,43 @@ def test_validation_and_checkpoints_are_not_part_of_the_step() -> None:
     assert "overlap" not in text
 
 
-def test_equal_metrics_share_one_chart_of_the_overview() -> None:
-    rows = [{"step": s, "accuracy": 0.1 * s, "reward/mean": 0.1 * s} for s in range(3)]
-    html = section("curves", [run_of("r", rows)])
-    overview, _, rest = html.partition("</details>")
-    assert re.findall('data-name="([^"]+)"', overview) == ["accuracy"]
-    assert re.findall('data-name="([^"]+)"', rest) == ["reward/mean"]
+def test_equal_metrics_share_one_chart_and_one_row_of_the_summary() -> None:
+    def row(step: int) -> dict[str, float]:
+        score = step / 3
+        return {"step": step, "accuracy": score, "reward/mean": score * (1 + 1e-7), "x/y": score}
+
+    runs = [run_of("r", [row(step) for step in range(3)])]
+    html = section("curves", runs)
+    assert re.findall('data-name="([^"]+)"', html) == ["accuracy = reward/mean = x/y"]
+    summary = text_of(section("summary", runs))
+    assert "accuracy = reward/mean 0 → 0.6667" in summary
+
+
+def test_constant_metrics_have_no_chart_but_a_row_with_their_value() -> None:
+    rows = [
+        {"step": s, "actor/ppo_kl": 0.0, "actor/lr": 1e-6, "reward/mean": s / 2} for s in (1, 2)
+    ]
+    html = section("curves", [run_of("r", rows), run_of("other", [{"step": 1, "actor/lr": 2e-6}])])
+    assert re.findall('data-name="([^"]+)"', html) == ["reward/mean"]
+    assert "r other actor/lr 1e-06 2e-06 actor/ppo_kl 0 –" in text_of(html)
+
+
+@pytest.mark.parametrize(
+    ("ground_truth", "shown"),
+    [('"42"', "expected 42"), ("[1, 2]", "expected [1, 2]"), ("null", None), (None, None)],
+)
+def test_the_expected_answer_is_beside_a_response(
+    ground_truth: str | None, shown: str | None, tmp_path: Path, write_parquet: Any, rows_of: Any
+) -> None:
+    file = tmp_path / "step_1.parquet"
+    write_parquet(file, [rows_of(1, "u", 1.0, ground_truth=ground_truth)])
+    samples = read_samples(1, file, [])
+    run = run_of("r", [], best=samples, validation={"prompt u": samples})
+    for name in ("best-and-worst-responses", "validation-samples"):
+        text = text_of(section(name, [run]))
+        assert "response u at 1" in text
+        assert ("expected" in text) == (shown is not None)
+        assert shown is None or shown in text
 
 
 def test_the_headline_is_the_last_held_out_result() -> None:

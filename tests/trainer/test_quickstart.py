@@ -26,7 +26,7 @@ def dry(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
         (folder / "weights").write_text(f"seed {seed}")
         return folder
 
-    def run(config: Any) -> None:
+    def run(config: Any, origins: object) -> None:
         assert config.trainer.num_threads >= 1
         folder = Path(config.trainer.default_local_dir)
         folder.mkdir()
