@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hone import __version__
+from hone.trainer.run_subcommands import add_run_subcommands
 from hone.trainer.subcommands import (
     Options,
     Subcommands,
@@ -118,7 +119,7 @@ def _build_parser() -> argparse.ArgumentParser:
     _add_model(subcommands)
     _add_config(subcommands)
     _add_export(subcommands)
-    _add_report(subcommands)
+    add_run_subcommands(subcommands)
     _add_wandb_workspace(subcommands)
     _add_doctor(subcommands)
     return parser
@@ -211,14 +212,6 @@ def _add_export(subcommands: Subcommands) -> None:
     export.add_argument(
         "--trust-remote-code", action="store_true", help="run the code in the model's folder"
     )
-
-
-def _add_report(subcommands: Subcommands) -> None:
-    report = add_subcommand(
-        subcommands, "report", _report, "write an HTML page about one run, or several overlaid"
-    )
-    report.add_argument("runs", nargs="+", metavar="RUN", help="run folder")
-    report.add_argument("--out", default="report.html", help="file to write (default: report.html)")
 
 
 def _add_wandb_workspace(subcommands: Subcommands) -> None:
@@ -341,19 +334,6 @@ def _export(options: Options, extra_arguments: list[str]) -> None:
             url = push(out, options.push, private=options.private, out=options.out)
             print_text(f"pushed to {url}")
     print_text(f"wrote {options.out}")
-
-
-def _report(options: Options, extra_arguments: list[str]) -> None:
-    from pathlib import Path
-
-    from hone.config import ConfigError
-    from hone.tracking.report import write_report
-
-    out = Path(options.out).expanduser()
-    if out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name the file, as in {out / 'report.html'}")
-    runs = [Path(run).expanduser() for run in options.runs]
-    print_text(f"wrote {write_report(runs, out)}")
 
 
 def _wandb_workspace(options: Options, extra_arguments: list[str]) -> None:

@@ -15,7 +15,7 @@ from hone.trainer import command_line, config_notes
 
 VERBS = (
     *("train", "sft", "generate", "eval", "export", "config", "data", "model"),
-    *("doctor", "report", "quickstart", "recipes", "wandb-workspace"),
+    *("doctor", "report", "runs", "quickstart", "recipes", "wandb-workspace"),
 )
 
 

@@ -1,4 +1,4 @@
-"""An HTTP server of JSON requests with limits, for the services of this package.
+"""An HTTP server of JSON requests and pages with limits, for the services of this package.
 
 A request must come from a program that knows the server: requests of web pages have another Host, Origin or
 Content-Type and are refused. There is no authentication, so servers listen on loopback by default.
@@ -100,12 +100,14 @@ class Caller:
 
 Answer: TypeAlias = JsonObject | Iterator[bytes]
 """A JSON object, or the parts of its text, which are sent as they are made."""
+Get: TypeAlias = Callable[[], JsonObject | str]
+"""Returns a JSON object, or the text of an HTML page."""
 Post: TypeAlias = Callable[[JsonObject, Caller], Answer]
 """Answers a request; ValueError says what is wrong with it."""
 
 
 class JsonServer(ThreadingHTTPServer):
-    """Serves POST requests with a JSON object as body, and GET requests without one, by path."""
+    """Serves POST requests with a JSON object as body, and GET requests of objects and pages, by path."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -116,7 +118,7 @@ class JsonServer(ThreadingHTTPServer):
         port: int,
         *,
         posts: Mapping[str, Post],
-        gets: Mapping[str, Callable[[], JsonObject]] | None = None,
+        gets: Mapping[str, Get] | None = None,
         max_body_bytes: int,
         max_connections: int = MAX_CONNECTIONS,
         host_names: Sequence[str] = (),
@@ -247,7 +249,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _check_path(self, paths: Collection[str]) -> None:
         if self.path not in paths:
-            known_paths = " and ".join(self.server.posts)
+            known_paths = " and ".join([*self.server.posts, *self.server.gets])
             raise HttpError(HTTPStatus.NOT_FOUND, f"only {known_paths} are served")
 
     def _check_sender(self) -> None:
@@ -316,14 +318,17 @@ class _Handler(BaseHTTPRequestHandler):
             while self.rfile.read1(_CHUNK_BYTES):
                 pass
 
-    def _send(self, status: HTTPStatus, answer: Answer) -> None:
-        """Sends an object with its length, and parts as chunks."""
+    def _send(self, status: HTTPStatus, answer: Answer | str) -> None:
+        """Sends an object or a page with its length, and parts as chunks."""
         deadline = Deadline(_WRITE_TIMEOUT_S)
         self.connection.settimeout(deadline.remaining_s())
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        if isinstance(answer, dict):
-            body = json.dumps(answer).encode()
+        is_page = isinstance(answer, str)
+        self.send_header(
+            "Content-Type", "text/html; charset=utf-8" if is_page else "application/json"
+        )
+        if isinstance(answer, (dict, str)):
+            body = (answer if isinstance(answer, str) else json.dumps(answer)).encode()
             self.send_header("Content-Length", str(len(body)))
             self.end_headers()
             self.wfile.write(body)

@@ -236,6 +236,20 @@ def lock_target(target: str | os.PathLike[str]) -> FolderLock:
     return FolderLock(path.with_name(f".{path.name}{LOCK_NAME}"), Path(target))
 
 
+def live_holder(folder: str | os.PathLike[str]) -> Holder | None:
+    """Returns the process that holds the folder's lock; None without a lock, or if its holder is dead.
+
+    Does not wait: the clock of another machine must agree with this one's to DEAD_AFTER_S.
+    """
+    holder, mtime_ns = _read(Path(folder) / LOCK_NAME)
+    if holder is None or not holder.pid:
+        return None
+    is_alive = time.time() - mtime_ns / 1e9 < DEAD_AFTER_S
+    if holder.is_on_this_machine:
+        is_alive = holder.is_running
+    return holder if is_alive else None
+
+
 def raise_if_lock_lost(folder: str | os.PathLike[str]) -> None:
     """Raises LockLost if this process held the folder's lock and lost it."""
     lock = _locks.get(Path(folder).expanduser().resolve() / LOCK_NAME)

@@ -1,4 +1,5 @@
 "use strict";
+const POLL_MS = 2000;
 const plotArea = {left: 52, top: 10, width: 318, height: 176, total: 380};
 function smooth(values, weight, counts) {
   let total = 0, mass = 0;
@@ -95,13 +96,12 @@ function showValuesUnderMouse(chart, runs) {
   });
 }
 function start() {
-  const data = JSON.parse(document.getElementById("data").textContent);
-  const slider = document.getElementById("smoothing"), hidden = new Set();
-  const charts = [...document.querySelectorAll(".chart")].map((figure, n) => (
-    {figure, curves: data.charts[n], matches: true, cursor: element("path", {class: "cursor"})}));
+  const slider = document.getElementById("smoothing"), hidden = new Set(), words = {curves: [], settings: []};
+  let charts = [];
+  const matchesWords = (item, kind) => words[kind].every(word => item.dataset.name.toLowerCase().includes(word));
   const draw = chart => {
     chart.visible = chart.curves.filter(curve => !hidden.has(curve.run));
-    chart.figure.hidden = !chart.matches || !chart.visible.length;
+    chart.figure.hidden = !matchesWords(chart.figure, "curves") || !chart.visible.length;
     if (chart.figure.hidden) return;
     chart.scale = scaleOf(chart.visible);
     const curves = chart.visible.flatMap(curve => lines(chart.scale, curve, Number(slider.value)));
@@ -115,6 +115,16 @@ function start() {
       group.hidden = count === 0;
     });
     document.getElementById("no-curves").hidden = charts.some(chart => !chart.figure.hidden);
+    const settings = [...document.querySelectorAll(".setting")];
+    settings.forEach(item => { item.hidden = !matchesWords(item, "settings"); });
+    document.getElementById("no-settings").hidden = settings.some(item => !item.hidden) || !settings.length;
+  };
+  const load = () => {
+    const data = JSON.parse(document.getElementById("data").textContent);
+    charts = [...document.querySelectorAll(".chart")].map((figure, n) => (
+      {figure, curves: data.charts[n], cursor: element("path", {class: "cursor"})}));
+    charts.forEach(chart => showValuesUnderMouse(chart, data.runs));
+    refresh();
   };
   slider.addEventListener("input", refresh);
   document.querySelectorAll("input[data-run]").forEach(input => input.addEventListener("change", () => {
@@ -123,19 +133,35 @@ function start() {
     refresh();
   }));
   document.querySelectorAll("input[data-filter]").forEach(input => input.addEventListener("input", () => {
-    const words = input.value.toLowerCase().split(" ").filter(Boolean);
-    const matchesWords = item => words.every(word => item.dataset.name.toLowerCase().includes(word));
-    if (input.dataset.filter === "settings") {
-      const items = [...document.querySelectorAll(".setting")];
-      items.forEach(item => { item.hidden = !matchesWords(item); });
-      document.getElementById("no-settings").hidden = items.some(matchesWords);
-      return;
-    }
-    charts.forEach(chart => { chart.matches = matchesWords(chart.figure); });
-    if (words.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
+    words[input.dataset.filter] = input.value.toLowerCase().split(" ").filter(Boolean);
+    if (words.curves.length) document.querySelectorAll(".curves details").forEach(d => { d.open = true; });
     refresh();
   }));
-  charts.forEach(chart => showValuesUnderMouse(chart, data.runs));
-  refresh();
+  load();
+  if (document.getElementById("live")) follow(load);
+}
+function follow(load) {  // what the reader set stays: open groups, filters, smoothing, hidden runs
+  const status = document.getElementById("live"), groupName = group => group.querySelector("summary").firstChild.data;
+  let previous = "";
+  const update = async () => {
+    try {
+      const text = await (await fetch(location.pathname)).text();
+      if (text !== previous) show(new DOMParser().parseFromString(text, "text/html"));
+      previous = text;
+      status.textContent = "live, as of " + new Date().toLocaleTimeString();
+    } catch {
+      status.textContent = "the server of this page has ended; this is what it sent last";
+    }
+    setTimeout(update, POLL_MS);
+  };
+  const show = page => {
+    const open = new Map([...document.querySelectorAll("details")].map(group => [groupName(group), group.open]));
+    for (const id of ["summary", "curves", "time", "validation-samples", "best-and-worst-responses", "data"]) {
+      document.getElementById(id).replaceWith(page.getElementById(id));
+    }
+    document.querySelectorAll("details").forEach(group => { group.open = open.get(groupName(group)) ?? group.open; });
+    load();
+  };
+  update();
 }
 if (typeof document !== "undefined") start();

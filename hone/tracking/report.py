@@ -76,8 +76,8 @@ def load_runs(runs: Sequence[str | os.PathLike[str]]) -> list[RunData]:
     return [load_run(path, label) for path, label in zip(runs, labels, strict=True)]
 
 
-def render(runs: Sequence[RunData]) -> str:
-    """Renders the whole page."""
+def render(runs: Sequence[RunData], *, is_live: bool = False) -> str:
+    """Renders the whole page; a live page asks its server for changes."""
     from jinja2 import Environment, FileSystemLoader
 
     folder = Path(__file__).parent
@@ -90,6 +90,7 @@ def render(runs: Sequence[RunData]) -> str:
     security_policy = (
         "default-src 'none'; base-uri 'none'; form-action 'none'; "
         f"style-src '{_csp_hash(css)}'; script-src '{_csp_hash(script)}'"
+        + ("; connect-src 'self'" if is_live else "")
     )
     metric_names = sorted({key for run in runs for key in run.metric_names()})
     summary_keys = [key for key in metric_names if SUMMARY_METRICS.fullmatch(key)]
@@ -110,10 +111,11 @@ def render(runs: Sequence[RunData]) -> str:
         weight=DEFAULT_SMOOTHING,
         summary_metrics=_equal_metrics(runs, summary_keys),
         metric_result=metric_result,
-        headline=lambda run: _headline(run, summary_keys),
+        headline=headline,
         curve_groups=groups,
         equal_metrics=equal_metrics,
         constants=constants,
+        is_live=is_live,
         open_groups=["overview", *(section.name for section in SECTIONS if section.is_open)],
         time_breakdown=time_breakdown,
         config_rows=_config_rows(runs),
@@ -169,8 +171,9 @@ def metric_result(run: RunData, key: str) -> MetricResult | None:
     return MetricResult(key, values[0], values[-1], values[best_index], steps[best_index])
 
 
-def _headline(run: RunData, keys: Sequence[str]) -> MetricResult | None:
+def headline(run: RunData) -> MetricResult | None:
     """Returns the result of the first metric that the run has; held-out metrics come first."""
+    keys = filter(SUMMARY_METRICS.fullmatch, run.metric_names())
     ordered_keys = sorted(keys, key=lambda key: (not key.startswith("val"), key))
     return next(filter(None, (metric_result(run, key) for key in ordered_keys)), None)
 
