@@ -31,7 +31,7 @@ from hone.types import JsonObject, JsonValue
 CHARACTERS_SHOWN = 4000
 POINTS_DRAWN = 500
 OVERVIEW_METRICS = re.compile(
-    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/(score|rewards)/mean|critic/vf_explained_var"
+    r"val-core/.*(?<!/std)|accuracy|reward/(mean|distinct_answers)|critic/(score|rewards)/mean|critic/vf_explained_var"
     r"|actor/(kl_loss|ppo_kl|entropy|pg_loss|grad_norm)|response_length/(mean|clip_ratio)"
     r"|perf/throughput|(train|val)/loss"
 )

@@ -18,6 +18,7 @@ from statistics import median
 from hone.config.trainer import AlarmsConfig
 from hone.tracking import RunFolder
 from hone.trainer.ppo.credit import GROUPS_WITHOUT_SIGNAL
+from hone.trainer.ppo.metrics import DISTINCT_ANSWERS
 from hone.types import Settings
 
 log = logging.getLogger(__name__)
@@ -28,6 +29,8 @@ MIN_LEARNING_RISE = 0.05
 """The smallest rise of the true score that counts as learning."""
 SCORE_TOLERANCE = 0.02
 """A learning policy's true score is at most this far below its highest value."""
+MAX_CONSTANT_ANSWERS, CONSTANT_STEPS_TO_WARN = 0.1, 3
+"""Answers are constant if so many consecutive steps have at most this share of distinct answers."""
 MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
@@ -213,14 +216,17 @@ class Alarms:
 
 
 class StepWarnings:
-    """Warns of skipped updates, and of batches in which all responses of each group have the same score.
+    """Warns of skipped updates, of batches in which all responses of each group have the same score, and of a
+    reward that rises while the answers to different prompts become the same.
 
-    Of consecutive batches without a difference of scores, only the first is reported.
+    Of consecutive batches without a difference of scores, or of answers, only the first is reported.
     """
 
     def __init__(self, *, is_group_relative: bool) -> None:
         self._is_group_relative = is_group_relative
         self._had_no_signal = False
+        self._first_score: float | None = None
+        self._num_constant_steps = 0
         self._skipped_counts: dict[str, float] = {}
 
     def observe(self, metrics: Mapping[str, float], step: int) -> None:
@@ -235,6 +241,7 @@ class StepWarnings:
                     name,
                     metrics[name],
                 )
+        self._observe_answers(metrics, step)
         if GROUPS_WITHOUT_SIGNAL not in metrics:
             return
         has_no_signal = metrics[GROUPS_WITHOUT_SIGNAL] == 1.0
@@ -247,6 +254,22 @@ class StepWarnings:
                 step,
             )
         self._had_no_signal = has_no_signal
+
+    def _observe_answers(self, metrics: Mapping[str, float], step: int) -> None:
+        if DISTINCT_ANSWERS not in metrics:
+            return
+        score = metrics["critic/score/mean"]
+        self._first_score = score if self._first_score is None else self._first_score
+        is_rising = score >= self._first_score + MIN_LEARNING_RISE
+        is_constant = is_rising and metrics[DISTINCT_ANSWERS] <= MAX_CONSTANT_ANSWERS
+        self._num_constant_steps = self._num_constant_steps + 1 if is_constant else 0
+        if self._num_constant_steps == CONSTANT_STEPS_TO_WARN:
+            log.warning(
+                "step %d: the mean score has risen from %.3g to %.3g while almost all prompts get the same "
+                "answer (%s is %.2g), so the policy may have learned what pays and not the task; read the "
+                "responses (hone report) and pay less for what a fixed answer earns",
+                *(step, self._first_score, score, DISTINCT_ANSWERS, metrics[DISTINCT_ANSWERS]),
+            )
 
 
 def scaled_mad(values: Sequence[float]) -> float:

@@ -1,15 +1,44 @@
-"""Computes the metrics of routed rows, experts and ranks, and the throughput of a step."""
+"""Computes the metrics of answers, routed rows, experts and ranks, and the throughput of a step."""
 
 from __future__ import annotations
 
+import json
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 
 import torch
 from torch import Tensor
 
+from hone.agents.collate import last_row_indices
 from hone.protocol import DataProto
 from hone.tracking.timer import TIMING_PREFIX
 from hone.types import JsonValue
+
+DISTINCT_ANSWERS = "reward/distinct_answers"
+
+
+def distinct_answers(batch: DataProto) -> dict[str, float]:
+    """Returns (distinct answers - 1) / (expected answers - 1), at most 1; empty if one answer is expected.
+
+    The answer of a prompt is its most frequent response. As many answers are expected as there are distinct
+    ground truths; without ground truths, as there are prompts.
+    """
+    arrays, last_rows = batch.non_tensor_batch, last_row_indices(batch)
+    masks, responses = (batch.batch[name] for name in ("response_mask", "responses"))
+    counts: defaultdict[str, Counter[tuple[int, ...]]] = defaultdict(Counter)
+    truths: dict[str, str] = {}
+    for row in range(len(batch)) if last_rows is None else last_rows.tolist():
+        uid = str(arrays["uid"][row])
+        counts[uid][tuple(responses[row][masks[row].bool()].tolist())] += 1
+        reward_model = arrays["reward_model"][row] if "reward_model" in arrays else None
+        truth = reward_model.get("ground_truth") if isinstance(reward_model, dict) else None
+        if truth is not None:
+            truths[uid] = json.dumps(truth, sort_keys=True, default=str)
+    num_expected = len(set(truths.values())) if truths else len(counts)
+    if num_expected < 2:
+        return {}
+    num_distinct = len({count.most_common(1)[0][0] for count in counts.values()})
+    return {DISTINCT_ANSWERS: min((num_distinct - 1) / (num_expected - 1), 1.0)}
 
 
 def style_metrics(scores: Tensor, reward_models: Iterable[JsonValue]) -> dict[str, float]:

@@ -289,6 +289,7 @@ class PPOTrainer:
             # In bypass mode the old log-probs are the rollout's, so there is nothing to compare.
             **(off_policy.agreement_metrics(batch) if recomputes_log_probs else {}),
             **credit.signal_metrics(batch),
+            **metrics.distinct_answers(batch),
             **self.publisher.staleness(batch),
             **traffic_metrics(self.traffic),
             **mean_over_ranks(batch.meta_info.get("metrics", {})),

@@ -13,7 +13,7 @@ from hone.protocol.rows import object_array
 from hone.trainer.ppo import trainer
 from hone.trainer.ppo.alarms import StepWarnings
 from hone.trainer.ppo.credit import GROUPS_WITHOUT_SIGNAL, data_metrics, signal_metrics
-from hone.trainer.ppo.metrics import pop_timing
+from hone.trainer.ppo.metrics import DISTINCT_ANSWERS, distinct_answers, pop_timing
 
 
 def batch(scores: list[float], uids: str, trajectories: str | None = None) -> DataProto:
@@ -82,6 +82,69 @@ def test_an_estimator_that_compares_no_groups_is_not_told(
 ) -> None:
     StepWarnings(is_group_relative=False).observe(signal_metrics(batch([1, 1], "aa")), 1)
     assert caplog.records == []
+
+
+def answers(responses: str, uids: str, truths: list[object] | None = None) -> DataProto:
+    """A batch whose responses are letters, each followed by an unmasked token that differs in every row."""
+    columns = {
+        "responses": torch.tensor([[ord(letter), row] for row, letter in enumerate(responses)]),
+        "response_mask": torch.tensor([[1, 0]] * len(responses)),
+    }
+    arrays = {"uid": object_array(list(uids))}
+    if truths is not None:
+        by_uid = dict(zip(dict.fromkeys(uids), truths, strict=True))
+        arrays["reward_model"] = object_array([{"ground_truth": by_uid[uid]} for uid in uids])
+    return DataProto.from_dict(columns, arrays)
+
+
+@pytest.mark.parametrize(
+    ("responses", "uids", "truths", "share"),
+    [
+        ("xxyxxxzxx", "aaabbbccc", ["1", "2", "3"], 0.0),  # the most frequent response counts
+        ("xyzxyz", "abcdef", ["1", "2", "3", "1", "2", "3"], 1.0),
+        ("xyxyxy", "abcdef", ["1", "2", "3", "1", "2", "3"], 0.5),
+        ("uvwxyz", "abcdef", ["1", "2", "1", "2", "1", "2"], 1.0),  # more than expected
+        ("xxyy", "abcd", [[1, 2], [1, 2], {"a": 1}, {"a": 1}], 1.0),
+        ("xxxy", "abcd", None, 1 / 3),
+        ("xxxy", "abcd", [None, None, None, None], 1 / 3),
+    ],
+)
+def test_distinct_answers_are_compared_with_those_expected(
+    responses: str, uids: str, truths: list[object] | None, share: float
+) -> None:
+    metrics = distinct_answers(answers(responses, uids, truths))
+    assert metrics == {DISTINCT_ANSWERS: pytest.approx(share)}
+
+
+def test_one_expected_answer_has_no_distinct_answers() -> None:
+    assert distinct_answers(answers("xyx", "abc", ["1", "1", "1"])) == {}
+    assert distinct_answers(answers("xy", "aa")) == {}
+
+
+def test_a_trajectory_answers_with_its_last_row() -> None:
+    rows = answers("pxqx", "aabb")
+    rows.non_tensor_batch["trajectory_row"] = object_array([0, 1, 0, 1])
+    assert distinct_answers(rows) == {DISTINCT_ANSWERS: 0.0}
+
+
+@pytest.mark.parametrize(
+    ("scores", "shares", "steps"),
+    [
+        ([0.1, 0.3, 0.3, 0.3, 0.3], [1, 0, 0, 0, 0], ["step 4"]),
+        ([0.1, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3, 0.3], [1, 0, 0, 0.5, 0, 0, 0, 0], ["step 7"]),
+        ([0.3] * 5, [1, 0, 0, 0, 0], []),  # the reward does not rise
+        ([0.1, 0.3, 0.5, 0.7, 0.9], [1, 0.9, 0.8, 0.7, 0.6], []),  # the answers do not get the same
+    ],
+)
+def test_a_reward_that_rises_while_answers_become_constant_is_said_once(
+    scores: list[float], shares: list[float], steps: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    step_warnings = StepWarnings(is_group_relative=True)
+    for step, (score, share) in enumerate(zip(scores, shares, strict=True), 1):
+        step_warnings.observe({"critic/score/mean": score, DISTINCT_ANSWERS: share}, step)
+    assert [record.getMessage().partition(":")[0] for record in caplog.records] == steps
+    for record in caplog.records:
+        assert "from 0.1 to 0.3 while almost all prompts get the same answer" in record.getMessage()
 
 
 class Clock:
