@@ -11,10 +11,14 @@ import contextlib
 import errno
 import functools
 import os
+import shlex
+import shutil
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hone.text import printable
@@ -224,6 +228,14 @@ def progress(
 ) -> contextlib.AbstractContextManager[Bar]:
     """Shows a progress bar: `with progress("generate", 128) as bar: ...; bar.advance()`."""
     return screen().bar(description, total, has_step_line=has_step_line)
+
+
+def hone_command(*words: str) -> str:
+    """Returns a command for the user's shell: of `hone`, or else of the path of this program."""
+    program, found = sys.argv[0], shutil.which("hone")
+    if Path(program).name != "hone" or (found and os.path.samefile(found, program)):
+        program = "hone"
+    return shlex.join([program, *words])
 
 
 def duration(seconds: float) -> str:

@@ -22,7 +22,7 @@ from hone.config import PPOTrainerConfig, compose
 from hone.config.engine import FSDPConfig, OptimConfig
 from hone.tokenizer import Tokenizer
 from hone.tracking import atomic_write_text, progress, read_metrics
-from hone.tracking.console import screen
+from hone.tracking.console import hone_command, screen
 from hone.tracking.lock import lock_target
 from hone.trainer.command_line import path_override
 from hone.types import Row
@@ -46,14 +46,14 @@ MARKER_FILE = ".quickstart"
 DATA_FILES = {"train": "train.jsonl", "test": "test.jsonl"}
 BASE_FOLDER, RUN_FOLDER, CURVE_FILE = "base", "run", "curve.png"
 NEXT_COMMANDS = (
-    "hone quickstart algorithm.adv_estimator=rloo      # another estimator",
-    "hone quickstart algorithm.adv_estimator=gae       # PPO with a critic",
-    "hone quickstart --seed 2 trainer.total_training_steps=200",
-    "hone train data.train_files={train} data.val_files={test} data.prompt_format=raw"
+    "{hone} quickstart algorithm.adv_estimator=rloo      # another estimator",
+    "{hone} quickstart algorithm.adv_estimator=gae       # PPO with a critic",
+    "{hone} quickstart --seed 2 trainer.total_training_steps=200",
+    "{hone} train data.train_files={train} data.val_files={test} data.prompt_format=raw"
     " actor_rollout_ref.model.path={base} trainer.total_training_steps=100"
     " trainer.default_local_dir={folder}-by-hand      # for your own files and model: change these paths",
 )
-"""The commands that the summary suggests, with placeholders for the run's paths."""
+"""The commands that the summary suggests, with placeholders for this program and the run's paths."""
 
 
 @dataclass(frozen=True)
@@ -270,7 +270,7 @@ def next_commands(folder: Path) -> list[str]:
     paths = {name: folder / file for name, file in DATA_FILES.items()}
     paths |= {"base": folder / BASE_FOLDER, "folder": folder}
     quoted_paths = {name: shlex.quote(str(path)) for name, path in paths.items()}
-    return [command.format(**quoted_paths) for command in NEXT_COMMANDS]
+    return [command.format(**quoted_paths, hone=hone_command()) for command in NEXT_COMMANDS]
 
 
 def most_improved(run: Path, first_step: int, last_step: int) -> list[tuple[str, str, str]]:

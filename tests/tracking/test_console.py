@@ -3,14 +3,17 @@ from __future__ import annotations
 import io
 import os
 import re
+import shlex
+import sys
 import threading
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 from rich.table import Table
 
 from hone.tracking import RunInfo, progress
-from hone.tracking.console import ConsoleTracker, Screen, duration, full_line
+from hone.tracking.console import ConsoleTracker, Screen, duration, full_line, hone_command
 
 
 class Clock:
@@ -42,6 +45,27 @@ def output_of(screen: Screen) -> str:
 
 def make_tracker(screen: Screen, **run_info: int | None) -> ConsoleTracker:
     return ConsoleTracker(RunInfo("p", "e", **run_info), output=screen)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("started_as", "on_path", "command"),
+    [
+        ("my venv/bin/hone", False, "my venv/bin/hone"),  # nobody has activated the environment
+        ("my venv/bin/hone", True, "hone"),
+        ("/usr/lib/python3/pytest.py", False, "hone"),
+    ],
+)
+def test_a_printed_command_starts_as_it_is_pasted(
+    started_as: str, on_path: bool, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "my venv" / "bin" / "hone"
+    program.parent.mkdir(parents=True)
+    program.write_text("#!/bin/sh\n")
+    program.chmod(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(program.parent) if on_path else "/nowhere")
+    monkeypatch.setattr(sys, "argv", [started_as])
+    assert shlex.split(hone_command()) == [command]
 
 
 def test_without_a_terminal_a_step_is_one_short_line() -> None:

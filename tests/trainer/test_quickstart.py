@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shlex
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,15 @@ def test_its_folder_may_have_any_name() -> None:
     config = compose(quickstart.overrides(files, folder / "m", folder / "run", 1)).config
     assert config.data.train_files == (str(files["train"]),)
     assert config.trainer.default_local_dir == str(folder / "run")
+
+
+def test_make_quickstart_installs_no_development_tools_and_shows_progress(tmp_path: Path) -> None:
+    root = Path(quickstart.__file__).resolve().parents[2]
+    command = ["make", "-n", "-C", str(root), "quickstart", f"VENV={tmp_path}/new"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout
+    installs = [line for line in printed.splitlines() if "pip install" in line]
+    assert installs
+    for line in installs:
+        assert "[" not in line
+        assert " -q" not in line
+    assert f"{tmp_path}/new/bin/hone quickstart" in printed

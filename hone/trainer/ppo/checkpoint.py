@@ -11,7 +11,6 @@ import errno
 import json
 import logging
 import re
-import shlex
 import shutil
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -26,7 +25,7 @@ from hone.engine.saved_state import METADATA_FILE, read_metadata
 from hone.redaction import redact
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import STORAGE_ERRORS, make_folder, rename_folder, storage_errno, sync
-from hone.tracking.console import screen
+from hone.tracking.console import hone_command, screen
 from hone.tracking.contract import flatten
 from hone.tracking.lock import raise_if_lock_lost
 from hone.tracking.manifest import MANIFEST, find_damage, require_files, write_manifest
@@ -242,7 +241,8 @@ def print_result(run: RunFolder, step: int) -> None:
     folder = run.checkpoint(step)
     model = f"the model is in {folder}" if folder.is_dir() else "no checkpoint of it was saved"
     screen().line(f"done at step {step}: {model}; the run's metrics and config are in {run.path}")
-    screen().line(f"look at it: hone report {shlex.quote(str(run.path))} --out report.html")
+    report = hone_command("report", str(run.path), "--out", "report.html")
+    screen().line(f"look at it: {report}")
 
 
 def prune(run: RunFolder, num_to_keep: int | None, protected: Collection[int] = ()) -> None:
