@@ -10,6 +10,7 @@ import shutil
 import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import TypeAlias, Union
@@ -37,6 +38,10 @@ from hone.data.files import is_non_local
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError
 from hone.tracking import RunFolder, read_metrics
+from hone.tracking.curve import draw_curve
+from hone.tracking.metrics_file import find_metrics_file
+from hone.tracking.report import MetricResult, format_number, headline, write_report
+from hone.tracking.report_data import RunData, load_metrics
 from hone.trainer import main_eval, main_ppo, main_sft
 from hone.trainer.command_line import (
     check_output_folder,
@@ -108,6 +113,16 @@ def evaluate(
         return main_eval.run(call_settings.compose().config, "scores", inputs.score_function)
 
 
+@dataclass(frozen=True)
+class Picture:
+    """A PNG file, which a notebook shows."""
+
+    path: Path
+
+    def _repr_png_(self) -> bytes:
+        return self.path.read_bytes()
+
+
 class Trained:
     """A finished run: its folder, its metrics and its policy.
 
@@ -149,8 +164,30 @@ class Trained:
             )
         return export(self.folder, Path(folder))
 
+    def plot(self, *keys: str) -> Picture:
+        """Draws metrics over the steps to `curve.png` in the folder; by default, the one of the summary."""
+        if not keys:
+            result = self._result()
+            if result is None:
+                raise ValueError(
+                    f"{self.folder} has no score or loss to draw; pass names of metrics"
+                )
+            keys = (result.key,)
+        return Picture(draw_curve(self.folder, keys, self.folder / "curve.png", self.folder.name))
+
+    def report(self) -> Path:
+        """Writes the page of the run to `report.html` in the folder, as `hone report` does."""
+        return write_report([self.folder], self.folder / "report.html")
+
+    def _result(self) -> MetricResult | None:
+        return headline(RunData(self.folder.name, load_metrics(find_metrics_file(self.folder))))
+
     def __repr__(self) -> str:
-        return f"Trained({str(self.folder)!r})"
+        result = self._result()
+        if result is None:
+            return f"Trained({str(self.folder)!r})"
+        change = f"{format_number(result.first)} → {format_number(result.last)}"
+        return f"Trained({str(self.folder)!r}, {result.key} {change})"
 
 
 def train(

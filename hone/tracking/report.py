@@ -37,7 +37,7 @@ OVERVIEW_METRICS = re.compile(
 )
 """Metrics whose charts are open at first; other metrics are grouped by the first part of their name."""
 SUMMARY_METRICS = re.compile(
-    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|val/loss"
+    r"val-core/.*(?<!/std)|accuracy|reward/mean|critic/score/mean|(train|val)/loss"
 )
 TIMERS_OUTSIDE_STEP = ("testing", "save_checkpoint")
 """Timers that `timing_s/step` does not include."""

@@ -82,7 +82,7 @@ class SourceResult:
     is_total: bool = False
 
 
-@dataclass
+@dataclass(repr=False)
 class Evaluation:
     """The results by data source and in total, and the rows with a new column `scores`."""
 
@@ -90,6 +90,14 @@ class Evaluation:
     rows: list[Row]
     first_failures: dict[str, str] = field(default_factory=dict)
     """The first message per reason why responses could not be scored."""
+
+    def __repr__(self) -> str:
+        results = [
+            f"{name}: {', '.join(f'{key} {value.value:.4g}' for key, value in result.metrics.items())}"
+            f" ({result.num_rows:,} rows, {result.num_responses:,} responses)"
+            for name, result in self.sources.items()
+        ]
+        return f"Evaluation({'; '.join(results)})"
 
     def as_dict(self) -> dict[str, Any]:
         """Returns the results as JSON values; `test_score/<source>` is verl's name for the mean."""

@@ -47,6 +47,28 @@ def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path
     assert [o.token_ids for o in repeated.outputs] == [o.token_ids for o in first.outputs]
 
 
+def test_a_result_is_shown_in_a_line_and_has_a_curve_and_a_report(tiny: Path, here: Path) -> None:
+    result = hone.train(tiny, ROWS, exact, validation=ROWS[:2], **SMALL)
+    metric = "val-core/exact/reward/mean@1"
+    before, after = (line[metric] for line in result.metrics)
+    assert repr(result) == f"Trained('runs/train-1', {metric} {before:.4g} → {after:.4g})"
+    picture = result.plot()
+    assert picture.path == result.folder / "curve.png"
+    assert picture._repr_png_().startswith(b"\x89PNG")
+    assert result.plot("response_length/mean", "critic/score/mean").path == picture.path
+    assert metric in result.report().read_text()
+    evaluation = result.evaluate(n=2)
+    assert repr(evaluation).startswith("Evaluation(exact: mean ")
+    assert repr(evaluation).endswith(" (2 rows, 4 responses))")
+    assert len(repr(evaluation)) < 200
+
+
+def test_fine_tuning_without_validation_shows_its_loss(tiny: Path, here: Path) -> None:
+    result = hone.sft(tiny, ROWS, epochs=1)
+    assert repr(result).startswith("Trained('runs/sft-1', train/loss ")
+    assert result.plot().path.is_file()
+
+
 def test_the_run_is_that_of_the_command_line(tiny: Path, here: Path) -> None:
     from hone import cli
 
