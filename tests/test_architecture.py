@@ -57,6 +57,12 @@ LAZY_ROOTS = {"__init__"}  # may name any room, but only once a name is asked fo
 SEAM = ("__init__.py", ("verl.finder", "verl.dialect"))
 """The file that installs the finder and gives verl's dialect to `compose`, and what it imports for it."""
 
+STANDS_ALONE = {
+    "sandbox": {"types", "services"},
+    "services": {"types"},
+}
+"""Rooms that could be published alone, and the only other rooms that each may import."""
+
 MAX_FILE_LINES = 400
 MAX_FUNCTION_LINES = 60
 NAMELESS_FILES = {"utils.py", "helpers.py", "common.py", "misc.py"}
@@ -262,6 +268,18 @@ def core_knows_nothing_of_verls_room(package: Path) -> list[str]:
     ]
 
 
+def some_rooms_stand_alone(package: Path) -> list[str]:
+    wrong = []
+    for path, tree in sources(package):
+        here = room_of(path)
+        for found in imports(package, path, tree) if here in STANDS_ALONE else ():
+            root, *rooms = found.target.split(".")
+            there = rooms[0] if rooms else "hone itself"
+            if root == package.name and there not in {here, *STANDS_ALONE[here]}:
+                wrong.append(f"{path}:{found.line} imports {there}; {here} must work without it")
+    return wrong
+
+
 def every_room_has_a_level(package: Path) -> list[str]:
     rooms = {room_of(path) for path, _ in sources(package)}
     return [
@@ -441,6 +459,22 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             },
             {"ops/a.py": '"""hone.verl.finder finds verl\'s paths."""', "verl/finder.py": ""},
             {"ops/a.py": "TABLE = {'a': 'hone.ops.b:x'}", "ops/b.py": ""},
+        ],
+    ),
+    some_rooms_stand_alone: (
+        [
+            {"sandbox/a.py": "from hone.text import clean", "text.py": "clean = 1"},
+            {"sandbox/a.py": "def f():\n    import hone.config", "config/__init__.py": ""},
+            {"sandbox/judging/a.py": "from ...config import X", "config/__init__.py": ""},
+            {"services/a.py": "import importlib\nimportlib.import_module('hone.text')"},
+            {"services/a.py": "from hone.sandbox import X", "sandbox/__init__.py": "X = 1"},
+            {"sandbox/a.py": "from hone import __version__", "__init__.py": ""},
+        ],
+        [
+            {"sandbox/a.py": "from hone.types import Row", "types.py": "Row = 1"},
+            {"sandbox/a.py": "from hone.services.sockets import X", "services/sockets.py": "X = 1"},
+            {"sandbox/a.py": "import json\nfrom .b import X", "sandbox/b.py": "X = 1"},
+            {"rewards/a.py": "from hone.sandbox import X", "sandbox/__init__.py": "X = 1"},
         ],
     ),
     every_room_has_a_level: (
