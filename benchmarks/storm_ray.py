@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.storm import children, last_step, shared_memory
-from hone.controller.reaper import MARK_ENV
+from hone.launch.reaper import MARK_ENV
 from tests.trainer.nursery import Nursery
 from tests.trainer.runs import Run, Task, make_task
 

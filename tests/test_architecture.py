@@ -24,7 +24,6 @@ LEVELS = {
     "__main__": 6,
     "verl": 6,  # verl's names and programs; only the package's __init__ imports it, to install its finder
     "trainer": 5,
-    "launch": 5,
     "workers": 4,
     "engine": 3,
     "rollout": 3,
@@ -45,6 +44,7 @@ LEVELS = {
     "cores": 0,  # how many processes or threads may compute at once
     "logging_level": 0,
     "event_loop": 0,  # user code in an event loop: scorers, agent loops
+    "launch": 0,  # starts processes on machines and kills them: Ray, servers of engines
     "services": 0,  # HTTP client and server of services: rewards, retrieval, sandbox, search
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,
@@ -60,6 +60,7 @@ SEAM = ("__init__.py", ("verl.finder", "verl.dialect"))
 STANDS_ALONE = {
     "sandbox": {"types", "services"},
     "services": {"types"},
+    "launch": {"types"},
 }
 """Rooms that could be published alone, and the only other rooms that each may import."""
 
@@ -100,11 +101,13 @@ OPTIONAL_PACKAGES: dict[str, Callable[[str], bool]] = {
         "controller/ray_start.py",
         "controller/ray_liveness.py",
         "controller/ray_placement.py",
-        "controller/ray_ports.py",
         "controller/ray_wait.py",
-        "launch/node.py",
         "launch/jobs.py",
+        "launch/ray_private.py",
     ),
+    "ray._private": _only("launch/ray_private.py"),
+    "ray._raylet": _only("launch/ray_private.py"),
+    "ray.scripts": _only("launch/ray_private.py"),
     "vllm": _only("rollout/vllm_server.py", "rollout/vllm_worker.py"),
     "sglang": _only("rollout/sglang.py"),
     "wandb": _only("tracking/wandb.py"),
@@ -469,6 +472,7 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
             {"services/a.py": "import importlib\nimportlib.import_module('hone.text')"},
             {"services/a.py": "from hone.sandbox import X", "sandbox/__init__.py": "X = 1"},
             {"sandbox/a.py": "from hone import __version__", "__init__.py": ""},
+            {"launch/a.py": "import hone", "__init__.py": ""},
         ],
         [
             {"sandbox/a.py": "from hone.types import Row", "types.py": "Row = 1"},
@@ -501,6 +505,8 @@ PLANTS: dict[Callable[[Path], list[str]], tuple[list[dict[str, str]], list[dict[
         [
             {"trainer/a.py": "import ray"},
             {"controller/a.py": "def f():\n    from ray.util import placement_group"},
+            {"controller/ray.py": "from ray._private import services"},
+            {"launch/jobs.py": "from ray._raylet import Config"},
             {"rollout/native/a.py": "import vllm"},
             {"rollout/vllm_server.py": "import sglang"},
             {"tracking/tracking.py": "import importlib\nimportlib.import_module('wandb')"},

@@ -14,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 
 from hone.controller.failures import ClusterFailed, WaitTimeout, join_words
@@ -25,6 +24,7 @@ from hone.controller.ray_liveness import (
     raylet_problem,
 )
 from hone.controller.resource_pool import FreeResources, ResourcePool, place
+from hone.launch.ray_private import available_resources_per_node
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,18 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import ray
-from ray._private import ray_constants
-from ray._private import worker as ray_worker
-from ray._raylet import AuthenticationTokenLoader, Config  # type: ignore[attr-defined]
 from ray.exceptions import AuthenticationError
 
-from hone.controller import reaper
 from hone.controller.ray_liveness import RAY_PROCESSES, cluster_failed, stop_watch, watch_cluster
-from hone.controller.ray_ports import allow_slow_start, fixed_agent_ports
-from hone.types import Fields, Settings
+from hone.launch import reaper
+from hone.launch.ray_environment import LOOPBACK_ENV, allow_slow_start
+from hone.launch.ray_private import (
+    fixed_agent_ports,
+    log_raylet_messages,
+    loopback_only,
+    reload_settings,
+)
+from hone.types import Settings
 
 logger = logging.getLogger(__name__)
 
@@ -42,8 +45,6 @@ _DRIVER_ENV = {
     "RAY_gcs_rpc_server_reconnect_timeout_s": "600",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-_LOOPBACK_ENV = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""With the value 0, Ray listens on loopback only, as it does by default on Windows and macOS."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def start_ray(ray_init: Settings, report: Callable[[str], None] = logger.info) -
     for name, value in _DRIVER_ENV.items():
         os.environ.setdefault(name, value)
     allow_slow_start()
-    _log_raylet_messages()
+    log_raylet_messages(logger)
     if joins_cluster(ray_init):
         _join_cluster(options, report)
     else:
@@ -157,7 +158,7 @@ def joins_cluster(ray_init: Settings) -> bool:
 
 
 def _join_cluster(options: Settings, report: Callable[[str], None]) -> None:
-    _reload_settings()
+    reload_settings()
     address = options.get("address") or os.environ.get("RAY_ADDRESS") or "of this machine"
     report(f"joining the Ray cluster {address}")
     try:
@@ -180,13 +181,18 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
         "RAY_AUTH_MODE": "token",
         TOKEN_ENV: os.environ.get(TOKEN_ENV) or secrets.token_hex(32),
         **reaper.marked_environment(mark),
-        _LOOPBACK_ENV: "0",
+        LOOPBACK_ENV: "0",
         "RAY_prestart_worker_first_driver": "0",  # prestarted workers would lack the worker environment
     }
     report("starting Ray on this machine")
     try:
-        with _ray_environment(variables), _keep_sigterm_handler(), fixed_agent_ports():
-            _reload_settings()
+        with (
+            _ray_environment(variables),
+            loopback_only(),
+            _keep_sigterm_handler(),
+            fixed_agent_ports(),
+        ):
+            reload_settings()
             context = ray.init(**{"_temp_dir": os.path.join(folder, "ray"), **options})
     except BaseException:
         stop_ray()
@@ -202,27 +208,16 @@ def _start_cluster(options: Settings, report: Callable[[str], None]) -> None:
     watch_cluster(ray_pids, os.path.join(context.address_info["session_dir"], "logs"))
 
 
-def _reload_settings() -> None:
-    """Makes Ray read the environment again, which it caches at import and for each cluster."""
-    Config.initialize("")
-    AuthenticationTokenLoader.instance().reset_cache()
-
-
 @contextmanager
 def _ray_environment(variables: Mapping[str, str]) -> Iterator[None]:
     """Sets environment variables and restores them at the end of the block, so that processes that are
     started later do not inherit the token.
-
-    Ray read `_LOOPBACK_ENV` when it was imported, so Ray's constant is set as well.
     """
     previous_values = {name: os.environ.get(name) for name in variables}
-    previous_constant = ray_constants.ENABLE_RAY_CLUSTER
     os.environ.update(variables)
-    ray_constants.ENABLE_RAY_CLUSTER = False
     try:
         yield
     finally:
-        ray_constants.ENABLE_RAY_CLUSTER = previous_constant
         for name, value in previous_values.items():
             os.environ.pop(name, None)
             if value is not None:
@@ -238,17 +233,3 @@ def _keep_sigterm_handler() -> Iterator[None]:
     finally:
         if callable(handler) and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, handler)
-
-
-def _log_raylet_messages() -> None:
-    """Makes Ray log the messages of raylets instead of printing them; hone's errors report failures."""
-    print_to_stdstream = ray_worker.print_to_stdstream
-
-    def print_or_log(data: Fields, ignore_prefix: bool) -> None:
-        if data.get("pid") == "raylet":
-            logger.info("Ray: %s", "\n".join(data["lines"]))
-        else:
-            print_to_stdstream(data, ignore_prefix)
-
-    if print_to_stdstream.__module__ == ray_worker.__name__:  # not replaced yet
-        ray_worker.print_to_stdstream = print_or_log

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Concatenate, ParamSpec, TypeVar
 from hone.controller import profiling
 from hone.controller.contract import DEFAULT_MESH
 from hone.controller.decorator import Dispatch, register
-from hone.controller.ray_ports import free_ports
+from hone.launch.free_ports import free_ports
 
 LOOPBACK = "127.0.0.1"
 _P = ParamSpec("_P")

@@ -20,8 +20,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TypeAlias
 
-from hone.config.errors import ConfigError
-from hone.launch import STOPPED_EXIT_STATUS
+from hone.launch import STOPPED_EXIT_STATUS, LaunchError
 from hone.launch.node import NodeSettings, NodeStatus
 
 logger = logging.getLogger(__name__)
@@ -46,10 +45,6 @@ TRANSPORTS: dict[str, Callable[[str, str], list[str]]] = {
     ],
 }
 """The command of each transport, from a host and a shell line."""
-
-
-class LaunchError(ConfigError):
-    """A node did not start."""
 
 
 @dataclass(frozen=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import fcntl
 import itertools
 import json
@@ -19,12 +20,10 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import TypeAlias
 
-from hone.config.errors import ConfigError
+from hone.launch import LaunchError
 from hone.launch.cluster import LaunchPlan, run
 from hone.launch.node import CLUSTER_FILE, HEAD_FOLDER, LOG_READERS_FILE, launch_folder
 from hone.launch.scripts import rayjob_manifest, sbatch_script
-from hone.tracking.atomic import atomic_write_text
-from hone.tracking.console import screen
 from hone.types import Fields
 
 _Launchers: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -56,7 +55,7 @@ def launch(arguments: Sequence[str]) -> int:
         return _write_job_file(options, command, parser)
     hosts = _host_names(options)
     if options.launcher != "local":
-        screen().line(NETWORK_WARNING)
+        _write_line(NETWORK_WARNING)
     plan = LaunchPlan(
         transport=options.launcher,
         hosts=hosts,
@@ -68,12 +67,25 @@ def launch(arguments: Sequence[str]) -> int:
         port=getattr(options, "port", 0),
         start_deadline_s=options.start_timeout or LaunchPlan.start_deadline_s,
     )
-    return run(plan, screen().line, _write_and_flush)
+    return run(plan, _write_line, _write_and_flush)
 
 
 def _write_and_flush(text: str) -> None:
-    sys.stdout.write(text)
-    sys.stdout.flush()
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if error.errno not in (errno.EPIPE, errno.EIO):
+            raise
+        # The reader has ended, as `head` does after ten lines. The job continues.
+        with open(os.devnull, "w") as null_device:
+            os.dup2(null_device.fileno(), sys.stdout.fileno())
+
+
+def _write_line(text: str) -> None:
+    """Writes one line; control characters, as in the command of a job, are escaped."""
+    escaped = (c if c.isprintable() or c in "\n\t" else ascii(c)[1:-1] for c in text)
+    _write_and_flush("".join(escaped) + "\n")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -164,12 +176,12 @@ def _host_names(options: argparse.Namespace) -> tuple[str, ...]:
     lines = Path(options.hosts).read_text(encoding="utf-8").splitlines()
     hosts = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
     if invalid_hosts := [host for host in hosts if host.startswith("-") or len(host.split()) > 1]:
-        raise ConfigError(
+        raise LaunchError(
             f"{options.hosts}: {invalid_hosts[0]!r} is not a host name; write one per line"
         )
     nodes = options.nodes or len(hosts)
     if not hosts or nodes > len(hosts):
-        raise ConfigError(f"{options.hosts} names {len(hosts)} hosts and --nodes asks for {nodes}")
+        raise LaunchError(f"{options.hosts} names {len(hosts)} hosts and --nodes asks for {nodes}")
     return tuple(hosts[:nodes])
 
 
@@ -230,15 +242,16 @@ def _write_job_file(
         )
     suffix = "sbatch" if is_slurm else "yaml"
     file = options.out or f"{options.name}.{suffix}"
-    atomic_write_text(file, text)
+    Path(file).parent.mkdir(parents=True, exist_ok=True)
+    Path(file).write_text(text, encoding="utf-8", errors="backslashreplace")
     if not is_slurm:
-        screen().line(f"wrote {file}; start it: kubectl create -f {shlex.quote(file)}")
+        _write_line(f"wrote {file}; start it: kubectl create -f {shlex.quote(file)}")
     elif not options.submit:
-        screen().line(f"wrote {file}; start it: sbatch {shlex.quote(file)}")
+        _write_line(f"wrote {file}; start it: sbatch {shlex.quote(file)}")
     elif shutil.which("sbatch") is None:
-        raise ConfigError(f"wrote {file}; --submit needs sbatch, which is not on this machine")
+        raise LaunchError(f"wrote {file}; --submit needs sbatch, which is not on this machine")
     else:
-        screen().line(f"wrote {file}")
+        _write_line(f"wrote {file}")
         return subprocess.run(["sbatch", file], check=False).returncode
     return 0
 
@@ -265,7 +278,7 @@ def jobs(arguments: Sequence[str]) -> int:
     try:
         return _run_jobs_verb(address, options.verb, getattr(options, "job", None), head_folder)
     except CLIENT_ERRORS as error:
-        raise ConfigError(
+        raise LaunchError(
             f"the job server {address} does not answer; its cluster may have ended: {error}"
         ) from error
 
@@ -278,7 +291,7 @@ def _run_jobs_verb(
     try:
         client = JobClient(address)
     except ValueError as error:
-        raise ConfigError(
+        raise LaunchError(
             f"--address {address}: {error}; give the URL of a job server, as in http://127.0.0.1:8265"
         ) from error
     client.retry_deadline_s = SHORT_RETRY_DEADLINE_S
@@ -286,20 +299,20 @@ def _run_jobs_verb(
     if verb in (None, "list"):
         for entry in entries:
             start = datetime.fromtimestamp((entry.start_time or 0) / 1000, timezone.utc)
-            screen().line(
+            _write_line(
                 f"{entry.submission_id}  {entry.status.value:<9}  {start:%F %T}  {entry.entrypoint}"
             )
         return 0
     job_ids = [str(entry.submission_id) for entry in entries if entry.submission_id]
     if not job_ids:
-        raise ConfigError(f"{address} has no jobs")
+        raise LaunchError(f"{address} has no jobs")
     job_id = job or job_ids[-1]
     if job_id not in job_ids:
-        raise ConfigError(f"{address} has no job {job_id}; it has {', '.join(job_ids)}")
+        raise LaunchError(f"{address} has no job {job_id}; it has {', '.join(job_ids)}")
     if verb == "logs":
         with _keep_cluster_alive(head_folder):
             return client.follow(job_id, _write_and_flush)
-    screen().line(f"stopping {job_id}" if client.stop(job_id) else f"{job_id} has already ended")
+    _write_line(f"stopping {job_id}" if client.stop(job_id) else f"{job_id} has already ended")
     return 0
 
 
@@ -316,7 +329,7 @@ def _keep_cluster_alive(head_folder: Path | None) -> Iterator[None]:
                     fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
             yield
     except KeyboardInterrupt:
-        screen().line("the job keeps running; stop it with: hone jobs stop")
+        _write_line("the job keeps running; stop it with: hone jobs stop")
         raise
 
 
@@ -332,7 +345,7 @@ def _newest_launch() -> tuple[str, Path]:
             if _head_runs_here(cluster):
                 clusters.append((file.stat().st_mtime, cluster, file.parent))
     if not clusters:
-        raise ConfigError(
+        raise LaunchError(
             "no cluster of `hone launch` has its head on this machine; give --address, and set "
             "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN_PATH"
         )

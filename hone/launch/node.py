@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
-import importlib.util
 import json
 import os
 import shutil
@@ -20,9 +19,10 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import ModuleType
 
-import hone
+from hone.launch import reaper
+from hone.launch.free_ports import free_ports
+from hone.launch.ray_environment import LOOPBACK_ENV, allow_slow_start
 
 LOOPBACK = "127.0.0.1"
 HEAD_FOLDER, CLUSTER_FILE = "head", "cluster.json"
@@ -32,20 +32,6 @@ STOP_WAIT_S = 120
 """Time that a stopped job has to save and end; Ray's default is 3 s."""
 LOG_READERS_WAIT_S = 10.0
 """Time that `hone jobs logs` has to read the end of a log before the cluster stops."""
-
-
-def _load_controller_module(name: str) -> ModuleType:
-    """Loads a module of `hone.controller` from its file, because importing the package imports torch."""
-    file = Path(hone.__file__).with_name("controller") / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-reaper, ray_ports = _load_controller_module("reaper"), _load_controller_module("ray_ports")
 
 
 @dataclass(frozen=True)
@@ -130,9 +116,9 @@ def run_node(
         "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_WAIT_S),
         **reaper.marked_environment(f"{settings.mark}-{os.getpid()}"),
     }
-    ray_ports.allow_slow_start()
+    allow_slow_start()
     if settings.only_loopback:
-        os.environ["RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"] = "0"
+        os.environ[LOOPBACK_ENV] = "0"
     try:
         status = start_ray(settings, token_file, session_folder)
     except Exception as error:  # Ray raises many kinds of exceptions
@@ -166,30 +152,20 @@ def _wait_for_log_readers(file: Path) -> None:
 
 def start_ray(settings: NodeSettings, token_file: Path, session_folder: str) -> NodeStatus:
     """Runs `ray start` in this process; the processes of Ray are its children."""
-    # Ray reads its settings from the environment when it is imported.
-    from ray._private import ray_constants, services
-    from ray.scripts import scripts
+    from hone.launch import ray_private  # after the environment is set: Ray reads it when imported
 
-    if settings.only_loopback:
-        ray_constants.ENABLE_RAY_CLUSTER = True  # otherwise `ray start` refuses a second node
-        services.get_node_ip_address = lambda address=None: LOOPBACK
-    # Ray Client is not used, and two clusters on one machine would use the same port for it.
-    scripts.get_ray_client_dependency_error = lambda: ImportError("not used")
     options = ["--disable-usage-stats", "--log-color=false", f"--temp-dir={session_folder}/ray"]
     if settings.gpus is not None:
         options.append(f"--num-gpus={settings.gpus}")
     if settings.head:
         _wait_until_reachable(settings.head)
-        with ray_ports.fixed_agent_ports():
-            scripts.start.main([f"--address={settings.head}", *options], standalone_mode=False)
+        ray_private.start_node([f"--address={settings.head}", *options], settings.only_loopback)
         return NodeStatus(settings.head, token_file=str(token_file))
-    port, jobs_port = ray_ports.free_ports(2)
+    port, jobs_port = free_ports(2)
     port = settings.port or port
     options += ["--head", "--no-monitor", f"--port={port}", f"--dashboard-host={LOOPBACK}"]
     options += ["--include-dashboard=true", f"--dashboard-port={jobs_port}"]
-    with ray_ports.fixed_agent_ports():
-        scripts.start.main(options, standalone_mode=False)
-    host = services.get_node_ip_address()
+    host = ray_private.start_node(options, settings.only_loopback)
     return NodeStatus(f"{host}:{port}", f"http://{LOOPBACK}:{jobs_port}", str(token_file))
 
 

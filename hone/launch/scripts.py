@@ -14,7 +14,7 @@ from importlib.metadata import PackageNotFoundError, version
 
 import yaml
 
-from hone.config.errors import ConfigError
+from hone.launch import LaunchError
 from hone.types import Fields
 
 _NAME_PATTERN = re.compile(r"[a-z]([-a-z0-9]{0,45}[a-z0-9])?")
@@ -37,7 +37,7 @@ def sbatch_script(
     """Returns a batch script that starts Ray on its nodes and runs the command; `gpus` is per node."""
     lines = [*options, name]
     if invalid_lines := [line for line in lines if not line or "\n" in line or "\r" in line]:
-        raise ConfigError(f"{invalid_lines[0]!r} is not a line of an sbatch script")
+        raise LaunchError(f"{invalid_lines[0]!r} is not a line of an sbatch script")
     directives = [f"--job-name={shlex.quote(name)}", f"--nodes={nodes}", "--ntasks-per-node=1"]
     if gpus:
         directives.append(f"--gpus-per-node={gpus}")
@@ -66,19 +66,19 @@ def sbatch_script(
 
 
 def _check_manifest_values(name: str, memory: str, cpus: int, volumes: Sequence[str]) -> None:
-    """Raises ConfigError if Kubernetes would reject one of the values."""
+    """Raises LaunchError if Kubernetes would reject one of the values."""
     mount_paths = ["/dev/shm", *(text.partition(":")[2].rstrip("/") for text in volumes)]
     if repeated_paths := [path for path in mount_paths if mount_paths.count(path) > 1]:
-        raise ConfigError(f"--volume: {repeated_paths[0]} is mounted twice; name another path")
+        raise LaunchError(f"--volume: {repeated_paths[0]} is mounted twice; name another path")
     if not _NAME_PATTERN.fullmatch(name):
-        raise ConfigError(
+        raise LaunchError(
             f"--name {name}: use at most 47 characters of a-z, 0-9 and -, the first one a letter and the "
             "last one not -"
         )
     if cpus < 1:
-        raise ConfigError(f"--cpus {cpus}: give at least 1")
+        raise LaunchError(f"--cpus {cpus}: give at least 1")
     if not _QUANTITY_PATTERN.fullmatch(memory):
-        raise ConfigError(f"--memory {memory}: give a quantity of Kubernetes, for example 256Gi")
+        raise LaunchError(f"--memory {memory}: give a quantity of Kubernetes, for example 256Gi")
 
 
 def rayjob_manifest(
@@ -163,7 +163,7 @@ def _ray_version() -> str:
     try:
         return version("ray")
     except PackageNotFoundError:
-        raise ConfigError(
+        raise LaunchError(
             "the manifest names the version of Ray, which is not installed here: pip install 'hone-rl[ray]'"
         ) from None
 
@@ -171,7 +171,7 @@ def _ray_version() -> str:
 def _volume_and_mount(number: int, text: str) -> tuple[Fields, Fields]:
     claim, colon, path = text.partition(":")
     if not (colon and claim and path.startswith("/")):
-        raise ConfigError(
+        raise LaunchError(
             f"--volume {text}: give CLAIM:/PATH, a persistent volume claim and a mount path"
         )
     name = f"volume-{number}"

@@ -19,8 +19,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import IO
 
-from hone.controller import reaper
-from hone.controller.ray_ports import free_ports
+from hone.launch import reaper
+from hone.launch.free_ports import free_ports
 from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.sglang_server import SGLangServer
 from hone.types import Settings

@@ -59,6 +59,7 @@ _USER_ERRORS = {
     "hone.data.rows": "DataError",
     "hone.engine.checkpoint": "BaseModelMismatch CheckpointMissing",
     "hone.engine.saved_state": "UnsafeCheckpoint",
+    "hone.launch": "LaunchError",
     "hone.models.families": "UnsupportedModel",
     "hone.models.fetch": "FetchError",
     "hone.models.paths": "ModelNotFound",

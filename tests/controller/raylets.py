@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hone.launch.node import ray_ports  # without the controller's package, which imports torch
+from hone.launch.ray_environment import SLOW_START_ENV
 
 OBJECT_STORE_BYTES = 100 * 2**20
 
@@ -34,7 +34,7 @@ class Raylets:
             text=True,
             env={
                 **os.environ,
-                **ray_ports.SLOW_START_ENV,
+                **SLOW_START_ENV,
                 "RAY_TMPDIR": self._folder,
                 **self.environment,
             },
@@ -81,6 +81,8 @@ class Raylets:
 def main() -> None:
     from ray.cluster_utils import Cluster
 
+    from hone.launch.ray_private import fixed_agent_ports
+
     said = os.dup(1)
     os.dup2(2, 1)  # whatever Ray prints is no answer
     cluster, nodes = Cluster(), dict[str, Any]()
@@ -89,7 +91,7 @@ def main() -> None:
         answer: Any = None
         if verb == "add":
             options = {"num_cpus": value, "object_store_memory": OBJECT_STORE_BYTES}
-            with ray_ports.fixed_agent_ports():
+            with fixed_agent_ports():
                 node = cluster.add_node(include_dashboard=False, no_monitor=True, **options)
             nodes[node.node_id] = node
             raylet = node.all_processes["raylet"][0].process.pid

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from hone.controller import ClassWithInitArgs, ResourcePool, reaper
+from hone.controller import ClassWithInitArgs, ResourcePool
 from hone.controller.failures import (
     ClusterFailed,
     NodeLost,
@@ -26,6 +26,7 @@ from hone.controller.failures import (
     WorkerStopped,
 )
 from hone.controller.processes import GONE, MAX_UPDATE_GAP_S, STOPPED
+from hone.launch import reaper
 
 pytest.importorskip("ray")
 
@@ -293,7 +294,7 @@ def test_a_worker_that_holds_its_interpreter_is_busy_and_a_stopped_one_is_not() 
 LOOP = """
 import os, signal, sys, threading, time
 from toy_workers import Toy
-from hone.controller import ClassWithInitArgs, ResourcePool, reaper
+from hone.controller import ClassWithInitArgs, ResourcePool
 from hone.controller import ray_liveness, ray_start
 from hone.controller.ray import RayWorkerGroup
 ray_start.start_ray({"num_cpus": 1, "log_to_driver": False, "object_store_memory": 100_000_000})

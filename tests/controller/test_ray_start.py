@@ -14,13 +14,13 @@ from typing import Any
 
 import pytest
 
-from hone.controller import reaper
+from hone.launch import reaper
 
 ray = pytest.importorskip("ray")
 
 from hone.controller import ray_liveness, ray_start  # noqa: E402
-from hone.controller.ray_ports import SLOW_START_ENV  # noqa: E402
 from hone.controller.worker import free_port  # noqa: E402
+from hone.launch.ray_environment import SLOW_START_ENV  # noqa: E402
 
 HERE = Path(__file__).parent
 TOKEN = "RAY_AUTH_TOKEN"
@@ -39,7 +39,7 @@ def inits(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any
     monkeypatch.setattr(ray, "init", init)
     monkeypatch.setattr(ray.util, "get_node_ip_address", lambda: "127.0.0.1")
     monkeypatch.setattr(ray_start, "watch_cluster", lambda *given: None)
-    monkeypatch.setattr(ray_start, "_reload_settings", lambda: None)
+    monkeypatch.setattr(ray_start, "reload_settings", lambda: None)
     monkeypatch.setattr(ray_start, "_own_cluster", None)
     for name in (TOKEN, "RAY_ADDRESS"):
         monkeypatch.delenv(name, raising=False)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from hone.launch import cluster
-from hone.launch.cluster import LaunchError, LaunchPlan, _NamedProcesses, _Node, _stop_processes
+from hone.launch import LaunchError, cluster
+from hone.launch.cluster import LaunchPlan, _NamedProcesses, _Node, _stop_processes
 from hone.launch.node import NodeSettings, NodeStatus
 
 from .test_scripts import program

@@ -21,9 +21,9 @@ from typing import Any, ClassVar
 import pytest
 
 from hone import cli
-from hone.config.errors import ConfigError
-from hone.controller.ray_ports import free_ports
+from hone.launch import LaunchError
 from hone.launch.command import _add_cluster_size, _newest_launch
+from hone.launch.free_ports import free_ports
 
 from .test_scripts import program
 
@@ -197,7 +197,7 @@ def test_the_newest_launch_is_one_that_runs_on_this_machine(
         address, folder = _newest_launch()
         assert (address, folder.parent.name) == ("http://127.0.0.1:0", "0")
         node.communicate("\n")
-    with pytest.raises(ConfigError, match="give --address"):
+    with pytest.raises(LaunchError, match="give --address"):
         _newest_launch()
 
 

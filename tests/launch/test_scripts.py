@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import yaml
 
-from hone.config.errors import ConfigError
+from hone.launch import LaunchError
 from hone.launch.scripts import entrypoint_without_quotes, rayjob_manifest, sbatch_script
 
 ODD = [
@@ -111,7 +111,7 @@ def test_directives_come_first_and_a_line_break_is_refused() -> None:
     assert "#SBATCH --nodes=2" in directives
     assert "#SBATCH --job-name='run 1'" in directives
     assert not any("gpus" in line for line in directives)
-    with pytest.raises(ConfigError, match="is not a line of an sbatch script"):
+    with pytest.raises(LaunchError, match="is not a line of an sbatch script"):
         script_of(["hone", "train"], Path("python"), options=["--comment=a\nrm -rf x"])
 
 
@@ -274,7 +274,7 @@ def test_a_plain_command_stays_readable_and_an_odd_one_survives_every_shell() ->
     ],
 )
 def test_what_kubernetes_would_refuse_is_refused(options: dict[str, Any], problem: str) -> None:
-    with pytest.raises(ConfigError, match=problem):
+    with pytest.raises(LaunchError, match=problem):
         manifest(["hone", "train"], **options)
 
 
@@ -285,5 +285,5 @@ def test_a_manifest_without_ray_on_this_machine_says_what_to_install(
         raise PackageNotFoundError(name)
 
     monkeypatch.setattr("hone.launch.scripts.version", missing)
-    with pytest.raises(ConfigError, match="pip install"):
+    with pytest.raises(LaunchError, match="pip install"):
         manifest(["hone", "train"])

@@ -13,8 +13,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from hone.controller.ray_ports import free_ports
 from hone.event_loop import run_coroutine
+from hone.launch.free_ports import free_ports
 from hone.models.policy import PolicyModel
 from hone.models.tiny import save_pretrained
 from hone.rollout.contract import RolloutEngine, Traits

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from hone.controller import reaper
+from hone.launch import reaper
 
 SLEEPER = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
 PARENT = """
