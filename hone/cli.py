@@ -22,6 +22,11 @@ PROGRAMS = {
     "sft": ("main_sft:main", "sft_trainer", "supervised fine-tuning on answers or conversations"),
     "train-prm": ("main_prm:main", "prm_trainer", "train a process reward model on labelled steps"),
     "train-rm": ("main_rm:main", "rm_trainer", "train a reward model on pairs of responses"),
+    "dpo": (
+        "main_dpo:main",
+        "dpo_trainer",
+        "train on preferences: DPO, SimPO, ORPO, KTO and others",
+    ),
     "eval-prm": (
         "main_eval_prm:main",
         "prm_trainer",

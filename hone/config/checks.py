@@ -17,14 +17,15 @@ from hone.config.conditions import condition_holds, fill_values
 from hone.config.convert import Config, Value, parse_scalar, read_rules
 from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.config.keys import get, leaves, replace
+from hone.config.preference import DPOConfig
 from hone.config.ranges import IS_THRESHOLD_KEY, parse_bound, rejection_bounds
 from hone.config.sft import RMConfig, SupervisedConfig
 from hone.config.trees import PPOTrainerConfig
 from hone.suggestions import suggestion
 
 _ACTOR, _REF, _CRITIC = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic"
-_TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer"), "sft_trainer")
-"""Maps each tree without rows in `rules.txt` to the tree whose rows check it."""
+_TREE_OF_ROWS = dict.fromkeys(("prm_trainer", "rm_trainer", "dpo_trainer"), "sft_trainer")
+"""Maps a tree to the tree whose rows of `rules.txt` also check it."""
 _PARALLEL_SIZE_KEY = re.compile(
     r".*(ulysses_sequence|fsdp_config\.tensor|megatron\.\w+)_parallel_size"
 )
@@ -54,7 +55,7 @@ def find_problems(tree: str, config: Config) -> Iterator[str]:
         for check in (_reward_and_rollout_problems, _data_problems, _shard_problems):
             yield from check(config)
     yield from (sentence for _, sentence in _applicable_rows("problems", tree, config))
-    yield from _unknown_name_problems(_TREE_OF_ROWS.get(tree, tree), config)
+    yield from _unknown_name_problems(tree, config)
 
 
 def keys_without_effect(tree: str, config: Config) -> Iterator[tuple[str, str]]:
@@ -92,9 +93,9 @@ def _applicable_rows(section: str, tree: str, config: Config) -> Iterator[list[s
         package = key.removeprefix("installed.")
         return get(config, key) if package == key else find_spec(package) is not None
 
-    tree = _TREE_OF_ROWS.get(tree, tree)
+    trees = (tree, _TREE_OF_ROWS.get(tree))
     for row_tree, condition, *cells in rows_of(section):
-        if row_tree == tree and condition_holds(condition, read):
+        if row_tree in trees and condition_holds(condition, read):
             cells[-1] = cells[-1] or f"no effect while {condition}"
             yield [condition, *(fill_values(cell, read) for cell in cells)]
 
@@ -116,7 +117,9 @@ def _changes(tree: str, config: Config) -> Iterator[tuple[str, Value, str]]:
         key, _, value = setting.partition("=")
         yield key, parse_scalar(value), why
     if isinstance(config, SupervisedConfig):
-        has_pairs = isinstance(config, RMConfig)  # a pair stays in one micro-batch
+        has_pairs = isinstance(config, RMConfig) or (
+            isinstance(config, DPOConfig) and config.has_pairs
+        )  # a pair stays in one micro-batch
         max_row_tokens = config.data.max_length * (2 if has_pairs else 1)
         minimum = math.ceil(max_row_tokens / sequence_parallel(config, config.engine))
         if config.data.max_token_len_per_gpu < minimum:
@@ -268,7 +271,8 @@ def _unknown_name_problems(tree: str, config: Config) -> Iterator[str]:
         known_names = known_names_text.split(", ")
         for tree_and_key in keys.split():
             row_tree, _, key = tree_and_key.rpartition(":")
-            value = get(config, key) if (row_tree or "ppo_trainer") == tree else None
+            trees = (tree, _TREE_OF_ROWS.get(tree))
+            value = get(config, key) if (row_tree or "ppo_trainer") in trees else None
             names = value.split(",") if isinstance(value, str) else value
             for name in map(str.strip, names if isinstance(names, list | tuple) else ()):
                 if name not in known_names and not (other_choice and ":" in name):

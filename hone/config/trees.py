@@ -10,6 +10,7 @@ from hone.config.block import SchemaBlock, block, follows
 from hone.config.data import DataConfig
 from hone.config.generation import EvaluationConfig, GenerationConfig
 from hone.config.model import ModelConfig
+from hone.config.preference import DPOConfig
 from hone.config.ranges import Count
 from hone.config.reward import CustomRewardFunctionConfig, RewardManagerConfig, RewardModelConfig
 from hone.config.rollout import RetrieverConfig, RolloutConfig
@@ -116,6 +117,7 @@ _TREES: dict[str, tuple[type, str, str, str]] = {
     "sft_trainer": (SFTConfig, "supervised fine-tuning", "sft", "sft"),
     "prm_trainer": (PRMConfig, "process reward models", "train-prm", "prm"),
     "rm_trainer": (RMConfig, "outcome reward models", "train-rm", "rm"),
+    "dpo_trainer": (DPOConfig, "preferences", "dpo", "dpo"),
     "generation": (GenerationConfig, "responses", "generate", "generation"),
     "evaluation": (EvaluationConfig, "scores of responses", "eval", "eval"),
 }

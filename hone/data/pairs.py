@@ -50,40 +50,12 @@ class PairDataset(EncodedDataset):
 
     def pair(self, row: Row) -> Pair:
         """Returns the pair of a row; raises PromptError on a bad row."""
-        config = self.config
-        chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
-        for key, value in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
-            if value is None:
-                columns = ", ".join(map(str, row))
-                raise PromptError(f"column {key!r} is missing or empty; the row has {columns}")
-        prompt = row.get(config.prompt_key)
-        if prompt is None and row.get("conversations") is not None:
-            prompt = _as_turns(row["conversations"])
-        if prompt is None:
-            prompt, chosen_text = _split_dialogue(chosen)
-            rejected_prompt, rejected_text = _split_dialogue(rejected)
-            if prompt != rejected_prompt:
-                raise PromptError("the two dialogues differ before their last turn")
-        else:
-            chosen_text, rejected_text = _response_text(chosen), _response_text(rejected)
-            prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
-        margin = row.get(config.margin_key)
-        is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
-        # The comparison is false for NaN, and for integers that are too large for a float.
-        if margin is not None and not (is_number and abs(margin) <= sys.float_info.max):
-            raise PromptError(
-                f"column {config.margin_key!r} must be a number, got {short_repr(margin)}"
-            )
-        return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
+        return read_pair(row, self.config)
 
     def check(self, row: Row) -> None:
         check_row_text(row)
         pair = self.pair(row)
-        check_message_roles(as_messages(pair.prompt))
-        if not pair.chosen.strip() or not pair.rejected.strip():
-            raise UntrainableRow("empty response", "a response of the pair is empty")
-        if pair.chosen.strip() == pair.rejected.strip():
-            raise UntrainableRow("tie", "the two responses of the pair are the same")
+        check_pair(pair)
         if not self.config.drop_duplicates:
             return
         pairs_seen: set[tuple[str, str, str]] = self.__dict__.setdefault("_pairs_seen", set())
@@ -102,13 +74,11 @@ class PairDataset(EncodedDataset):
         eos = self.tokenizer.eos_token_id
         end = [] if eos is None else [int(eos)]
         chosen, rejected = self.tokenise(pair.chosen) + end, self.tokenise(pair.rejected) + end
+        if not chosen or not rejected:
+            raise UntrainableRow("empty response", "a response of the pair has no tokens")
         response_length = max(len(chosen), len(rejected))
         self.check_length(len(prompt) + response_length)
-        prompt = prompt[max(0, len(prompt) + response_length - self.max_length) :]
-        if not prompt or not chosen or not rejected:
-            raise UntrainableRow(
-                "too long", f"no prompt is left within data.max_length={self.max_length} tokens"
-            )
+        prompt = truncate_prompt(prompt, response_length, self.max_length)
         return {
             "input_ids": prompt + chosen,
             "rejected_ids": prompt + rejected,
@@ -117,7 +87,56 @@ class PairDataset(EncodedDataset):
         }
 
 
-def _response_text(value: Any) -> str:
+def read_pair(row: Row, config: PairDataConfig) -> Pair:
+    """Returns the pair of a row; raises PromptError on a bad row."""
+    chosen, rejected = row.get(config.chosen_key), row.get(config.rejected_key)
+    for key, value in ((config.chosen_key, chosen), (config.rejected_key, rejected)):
+        if value is None:
+            columns = ", ".join(map(str, row))
+            raise PromptError(f"column {key!r} is missing or empty; the row has {columns}")
+    prompt = row.get(config.prompt_key)
+    if prompt is None and row.get("conversations") is not None:
+        prompt = _as_turns(row["conversations"])
+    if prompt is None:
+        prompt, chosen_text = split_dialogue(chosen)
+        rejected_prompt, rejected_text = split_dialogue(rejected)
+        if prompt != rejected_prompt:
+            raise PromptError("the two dialogues differ before their last turn")
+    else:
+        chosen_text, rejected_text = response_text(chosen), response_text(rejected)
+        prompt = prompt if isinstance(prompt, str) else as_messages(prompt)
+    margin = row.get(config.margin_key)
+    is_number = isinstance(margin, int | float) and not isinstance(margin, bool)
+    # The comparison is false for NaN, and for integers that are too large for a float.
+    if margin is not None and not (is_number and abs(margin) <= sys.float_info.max):
+        raise PromptError(
+            f"column {config.margin_key!r} must be a number, got {short_repr(margin)}"
+        )
+    return Pair(prompt, chosen_text, rejected_text, float(margin or 0.0))
+
+
+def check_pair(pair: Pair) -> None:
+    """Raises PromptError if nothing can be learnt from a pair."""
+    check_message_roles(as_messages(pair.prompt))
+    if not pair.chosen.strip() or not pair.rejected.strip():
+        raise UntrainableRow("empty response", "a response of the pair is empty")
+    if pair.chosen.strip() == pair.rejected.strip():
+        raise UntrainableRow("tie", "the two responses of the pair are the same")
+
+
+def truncate_prompt(prompt: list[int], response_length: int, max_length: int) -> list[int]:
+    """Drops the start of a prompt that is too long for its response; raises if none of it is left."""
+    prompt = prompt[max(0, len(prompt) + response_length - max_length) :]
+    if not prompt:
+        raise UntrainableRow(
+            "too long",
+            f"no prompt is left within data.max_length={max_length} tokens, because the response has "
+            f"{response_length}; raise it",
+        )
+    return prompt
+
+
+def response_text(value: Any) -> str:
     """Returns the text of a response, which is a string or a message, or a list that ends with one."""
     if isinstance(value, (list, tuple)) and value:
         value = value[-1]
@@ -150,7 +169,7 @@ def _as_message(turn: object) -> Message:
     return as_messages([dict(turn)])[0]
 
 
-def _split_dialogue(value: Any) -> tuple[list[Message], str]:
+def split_dialogue(value: Any) -> tuple[list[Message], str]:
     """Splits a dialogue into the turns before the response, and the response.
 
     A dialogue is a list of messages, or text with "\\n\\nHuman:" and "\\n\\nAssistant:".
@@ -168,4 +187,4 @@ def _split_dialogue(value: Any) -> tuple[list[Message], str]:
             )
     if len(messages) < 2 or messages[-1]["role"] != "assistant":
         raise PromptError("a dialogue without a prompt must end with the assistant's response")
-    return messages[:-1], _response_text(messages[-1])
+    return messages[:-1], response_text(messages[-1])

@@ -41,6 +41,7 @@ OUTPUT_KEYS = {
     "sft_trainer": _RUN_FOLDERS,
     "prm_trainer": _RUN_FOLDERS,
     "rm_trainer": _RUN_FOLDERS,
+    "dpo_trainer": _RUN_FOLDERS,
     "generation": ("data.output_path",),
     "evaluation": ("output.json_path", "output.plot_path", "output.scores_path"),
 }

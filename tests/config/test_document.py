@@ -145,7 +145,7 @@ def test_explain_lists_every_tree_of_a_key_with_its_default() -> None:
         *("default  prompt", "default  question"),
     ]
     trees = (
-        "ppo_trainer, prm_trainer, rm_trainer, generation",
+        "ppo_trainer, prm_trainer, rm_trainer, dpo_trainer, generation",
         "sft_trainer",
     )  # without effect in evaluation
     assert lines_with(text, "tree") == [f"tree     {names}" for names in trees]

@@ -32,7 +32,8 @@ from hone.trainer.interrupt import GracefulStop
 from hone.trainer.ppo import checkpoint
 from hone.trainer.ranks import Ranks, sum_over_ranks
 from hone.trainer.sft.order import batches_per_epoch
-from hone.trainer.sft.tasks import CustomRows, SupervisedTask, Task
+from hone.trainer.sft.reference import Reference, RowsWithReference
+from hone.trainer.sft.tasks import CustomRows, DatasetRows, SupervisedTask, Task
 from hone.trainer.sft.trainer import SFTTrainer
 from hone.trainer.threads import resolve_threads
 from hone.workers.device import make_deterministic, pick_device, pick_dtype
@@ -46,12 +47,14 @@ _DATA_KEYS = (
     "apply_chat_template_kwargs", "prompt_format", "prompt_key", "prompt_dict_keys", "multiturn",
     "response_key", "response_dict_keys", "chosen_key", "rejected_key", "margin_key", "format",
     "completions_key", "labels_key", "neutral_label", "step_separator", "ignore_input_ids_mismatch",
+    "completion_key", "label_key",
 )  # fmt: skip
 _MODEL_KEYS = ("override_config", "lora_alpha", "lora_dropout", "custom_chat_template")
 _RESUME_KEYS = (
     "optim",
     "engine.dtype",
     "trainer.seed",
+    "algorithm",
     *(f"model.{name}" for name in _MODEL_KEYS),
     *(f"data.{name}" for name in _DATA_KEYS),
 )
@@ -59,7 +62,7 @@ _RESUME_KEYS = (
 
 
 class SFTRun:
-    """One run of `hone sft`, `hone train-prm` or `hone train-rm`: the loop with files and trackers."""
+    """One run of `hone sft`, `dpo`, `train-prm` or `train-rm`: the loop with files and trackers."""
 
     def __init__(
         self,
@@ -79,6 +82,7 @@ class SFTRun:
             check_trackers(config.trainer.logger)
         data, trainer = config.data, config.trainer
         self.tokenizer = build_tokenizer(config.model)
+        self._reference: Reference | None = None
         self.rows = self._encode("train rows", data.train_files, data.train_max_samples)
         self.val_rows = None
         if data.val_files:
@@ -100,16 +104,14 @@ class SFTRun:
             task=self._task,
         )
 
-    def _encode(
-        self, description: str, files: tuple[str, ...], max_samples: int
-    ) -> EncodedDataset | CustomRows:
+    def _encode(self, description: str, files: tuple[str, ...], max_samples: int) -> DatasetRows:
         """Reads and encodes the rows of the files; bad rows are left out, with a warning.
 
         The rows of a user's dataset class (`CustomRows`) are encoded when they are read.
         """
         dataset = self._task.dataset(files, self.config.data, self.tokenizer, max_samples)
         if not isinstance(dataset, EncodedDataset):
-            return CustomRows(dataset, self._task.columns)
+            return self._task.with_partners(CustomRows(dataset, self._task.columns))
         with self._progress(f"encode {description}", len(dataset)) as bar:
             dataset.encode_all(bar.advance)
         bad_rows = dataset.bad_rows
@@ -119,7 +121,7 @@ class SFTRun:
                 "left out %d bad %s (%s), such as: %s",
                 bad_rows.total, description, reasons, bad_rows.examples[0],
             )  # fmt: skip
-        return dataset
+        return self._task.with_partners(dataset)
 
     def _progress(self, description: str, total: int) -> AbstractContextManager[Bar]:
         """Returns a progress bar, which only the first rank shows."""
@@ -130,9 +132,30 @@ class SFTRun:
     def fit(self) -> None:
         """Trains to the last step; a run with checkpoints is resumed."""
         with lock_folder(self.folder.path) if self.ranks.is_first else nullcontext():
+            if self._task.needs_reference:
+                self._add_reference()  # the model still has the weights that it starts with
             self.resume()
+            if self._reference is not None and self.ranks.is_first:
+                self._reference.write(self.folder.path)
             if self.trainer.step_number < self.total_steps:
                 self._train()
+
+    def _add_reference(self) -> None:
+        """Adds the log-probabilities of the reference to all rows, from the run folder or computed."""
+        splits = {"train": self.rows}
+        if self.val_rows is not None:
+            splits["val"] = self.val_rows
+        self._reference = reference = Reference.of(
+            splits, self._task, self.config, self.tokenizer.pad_token_id
+        )
+        total = sum(map(len, splits.values()))
+        if not reference.read(self.folder.path, self.ranks.is_first):
+            with self._progress("reference log-probabilities", total) as bar:
+                rows_per_batch = self.config.data.train_batch_size
+                reference.compute(self.trainer.engine, rows_per_batch, bar.advance)
+        self.trainer.rows = RowsWithReference(self.rows, reference.log_probs["train"])
+        if self.val_rows is not None:
+            self.val_rows = RowsWithReference(self.val_rows, reference.log_probs["val"])
 
     def _train(self) -> None:
         """Trains, validates and saves until the last step, or until a signal requests a stop."""
@@ -207,6 +230,7 @@ class SFTRun:
                     "order": self.trainer.order.state_dict(),
                     "data": self.rows.fingerprint,
                     "model": self.config.model.path,
+                    "reference": self._reference and self._reference.key,
                 }
                 checkpoint.write_state(folder, state)
             self.ranks.barrier()
@@ -247,6 +271,8 @@ class SFTRun:
         state = checkpoint.read_state(folder, "order")
         self.trainer.order.load_state_dict(state["order"])
         self._require_same_data(state, folder)
+        if self._reference is not None:
+            self._reference.require_same(state.get("reference"), folder)
         self.trainer.engine.load(folder, self.config.checkpoint.load_contents)
         self.trainer.step_number = step
         if self.ranks.is_first:

@@ -1,4 +1,4 @@
-"""Defines the tasks of `hone sft`, `hone train-prm` and `hone train-rm`."""
+"""Defines the tasks of `hone sft`, `train-prm` and `train-rm`; preferences.py has those of `hone dpo`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import compress
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +20,7 @@ from hone.data.loader import Dataset
 from hone.data.pairs import PairDataset
 from hone.data.rows import DataError, Files
 from hone.data.steps import StepDataset
-from hone.engine.contract import Objective
+from hone.engine.contract import Objective, TrainEngine
 from hone.protocol import DataProto
 from hone.tokenizer import Tokenizer
 from hone.workers.objectives import (
@@ -30,8 +30,26 @@ from hone.workers.objectives import (
     score_gaps,
 )
 
+PromptAndResponse = tuple[list[int], list[int]]
+"""The token ids of a prompt and of a response."""
 Sums = dict[str, tuple[float, float]]
 """{metric: (sum, count)}; sums and counts add up over batches and ranks."""
+
+
+class EncodedRows(Protocol):
+    """Rows of encoded columns, such as `input_ids` and `loss_mask`."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: int) -> EncodedRow: ...
+
+
+class DatasetRows(EncodedRows, Protocol):
+    """The encoded rows of a dataset."""
+
+    @property
+    def fingerprint(self) -> str | None:
+        """The hash of the data; None if the dataset has none."""
 
 
 class CustomRows:
@@ -95,6 +113,9 @@ class Task(ABC):
     """The columns of an encoded row that `collate` reads."""
     sequences_per_row = 1
     """All sequences of a row are in one micro-batch."""
+    needs_reference = False
+    """Whether a row needs the log-probabilities of its `reference_sequences` under the policy as it starts;
+    they are the row's column `ref_log_probs`."""
     objective: Objective
 
     @abstractmethod
@@ -104,6 +125,28 @@ class Task(ABC):
     @abstractmethod
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         """Builds a batch of encoded rows."""
+
+    def with_partners(self, rows: DatasetRows) -> DatasetRows:
+        """Returns the encoded rows, with columns that are made of other rows."""
+        return rows
+
+    def reference_sequences(self, row: EncodedRow) -> list[PromptAndResponse]:
+        """Returns the sequences of a row that the reference scores, the same number for each row."""
+        return []
+
+    def statistics(
+        self,
+        rows: Sequence[EncodedRow],
+        engine: TrainEngine,
+        pad_token_id: int,
+        *,
+        is_counted: bool = True,
+    ) -> dict[str, Tensor]:
+        """Returns the columns that depend on the mini-batch of all ranks; every rank must call this.
+
+        Rows that are not `is_counted` only take part in the collectives.
+        """
+        return {}
 
     @abstractmethod
     def validation_sums(self, outputs: Mapping[str, Tensor], batch: DataProto) -> Sums:
@@ -168,7 +211,7 @@ def collate_scored_tokens(rows: Sequence[ScoredTokens], pad_token_id: int) -> Da
     )
 
 
-def _prompt_length(row: EncodedRow) -> int:
+def prompt_length(row: EncodedRow) -> int:
     """Returns the number of prompt tokens, which the column `prompt_tokens` has as a list of one."""
     return int(row["prompt_tokens"][0])
 
@@ -200,12 +243,12 @@ class StepTask(Task):
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         sequences = [
-            ScoredTokens(row["input_ids"], row["loss_mask"], _prompt_length(row)) for row in rows
+            ScoredTokens(row["input_ids"], row["loss_mask"], prompt_length(row)) for row in rows
         ]
         batch = collate_scored_tokens(sequences, pad_token_id)
         labels = torch.zeros(batch.batch["response_mask"].shape)
         for labels_of_row, row in zip(labels, rows, strict=True):
-            response_labels = row["labels"][_prompt_length(row) - 1 :]
+            response_labels = row["labels"][prompt_length(row) - 1 :]
             labels_of_row[: len(response_labels)] = torch.tensor(response_labels)
         batch.batch["labels"] = labels
         return batch
@@ -244,7 +287,7 @@ class PairTask(Task):
 
     def collate(self, rows: Sequence[EncodedRow], pad_token_id: int) -> DataProto:
         sequences = [
-            ScoredTokens(ids, [0] * (len(ids) - 1) + [1], _prompt_length(row))
+            ScoredTokens(ids, [0] * (len(ids) - 1) + [1], prompt_length(row))
             for row in rows
             for ids in (row["input_ids"], row["rejected_ids"])
         ]

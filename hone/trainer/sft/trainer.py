@@ -6,22 +6,14 @@ Each rank trains on its part of every batch. run.py has the loop, the run folder
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 from hone.data.encoded import EncodedRow
 from hone.engine.contract import TrainEngine
 from hone.ops.balancing import get_seqlen_balanced_partitions
+from hone.protocol import DataProto
 from hone.trainer.ranks import sum_over_ranks
 from hone.trainer.sft.order import RowOrder, check_divisible
-from hone.trainer.sft.tasks import SupervisedTask, Task
-
-
-class EncodedRows(Protocol):
-    """Rows of encoded columns, such as `input_ids` and `loss_mask`."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int) -> EncodedRow: ...
+from hone.trainer.sft.tasks import EncodedRows, SupervisedTask, Task
 
 
 class SFTTrainer:
@@ -42,7 +34,7 @@ class SFTTrainer:
         check_divisible(rows_per_batch, engine.mesh.data_parallel_size)
         self.engine = engine
         self._task = task or SupervisedTask()
-        self._rows = rows
+        self.rows = rows
         self._pad_token_id = pad_token_id
         self._balance_tokens = balance_tokens
         self.order = RowOrder(len(rows), rows_per_batch, seed=seed, shuffle=shuffle)
@@ -50,9 +42,10 @@ class SFTTrainer:
 
     def step(self) -> dict[str, float]:
         """Trains on the next batch, and returns its metrics."""
-        rows = [self._rows[index] for index in self.order.next_batch()]
+        rows = [self.rows[index] for index in self.order.next_batch()]
         num_tokens = sum(map(self._task.num_tokens, rows))
-        batch = self._task.collate(self._rank_rows(rows), self._pad_token_id)
+        rows = self._rank_rows(rows)
+        batch = self._collate(rows)
         metrics = self.engine.train_minibatch(batch, self._task.objective)
         self.engine.advance_schedule()
         self.step_number += 1
@@ -79,9 +72,8 @@ class SFTTrainer:
             indices = range(start, min(start + rows_per_batch, len(rows)))
             # All ranks must join each collective, so a rank without rows computes a row that is not counted.
             rank_indices = list(indices[rank::num_ranks])
-            batch = self._task.collate(
-                [rows[i] for i in rank_indices or [start]], self._pad_token_id
-            )
+            rank_rows = [rows[i] for i in rank_indices or [start]]
+            batch = self._collate(rank_rows, is_counted=bool(rank_indices))
             outputs = self.engine.infer(batch, **self._task.objective.options)
             is_counted = bool(rank_indices and mesh.is_collector)
             for name, sum_and_count in self._task.validation_sums(outputs, batch).items():
@@ -97,6 +89,16 @@ class SFTTrainer:
             for name, total, count in zip(totals, sums, counts, strict=True)
             if count
         }
+
+    def _collate(self, rows: list[EncodedRow], *, is_counted: bool = True) -> DataProto:
+        """Returns the batch of this rank's rows; every rank must call this."""
+        batch = self._task.collate(rows, self._pad_token_id)
+        columns = self._task.statistics(
+            rows, self.engine, self._pad_token_id, is_counted=is_counted
+        )
+        for name, values in columns.items():
+            batch.batch[name] = values
+        return batch
 
     def _rank_rows(self, rows: list[EncodedRow]) -> list[EncodedRow]:
         """Returns the rows of a batch that this rank trains on."""
