@@ -11,10 +11,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hone.config.data import DataConfig
+from hone.config.preference import PreferenceDataConfig
 from hone.config.rollout import BUILT_IN_LOOPS
 from hone.config.sft import MultiTurnDataConfig, SFTDataConfig
 from hone.data.chat_template import BrokenTemplate
+from hone.data.encoded import check_row_text
+from hone.data.labelled import check_labelled, read_labelled
 from hone.data.messages import Prompt, PromptError, PromptTooLong, as_messages, content_text
+from hone.data.pairs import check_pair, read_pair
 from hone.data.prompt_ids import render_prompt
 from hone.data.prompts import FileRows, RowStore
 from hone.data.reading import read_file, to_verl_schema
@@ -30,7 +34,10 @@ MAX_LENGTH_FACTOR = 8
 MESSAGES_COLUMN = MultiTurnDataConfig.messages_key
 _RESPONSE_COLUMNS = ("response", SFTDataConfig.response_key)
 _ANSWER_COLUMNS = {*_RESPONSE_COLUMNS, "chosen", "rejected"}
+_COMPARED_COLUMNS = (*sorted(_ANSWER_COLUMNS), "completion", "label", MESSAGES_COLUMN)
+"""The columns in which supervised rows with one prompt may differ."""
 BAR_WIDTH = 40
+_PREFERENCES = PreferenceDataConfig()
 ScoreGroundTruth = Callable[[Row], float | str]
 """Returns the score of a row whose response is the ground truth, or the scorer's error message."""
 
@@ -42,6 +49,8 @@ class FileKind:
     config: DataConfig  # the data config, with `prompt_key` set to the prompt column of the file
     is_supervised: bool  # whether the rows contain the answers, so that no scorer is needed
     response_key: str | None  # the response column of a supervised file without conversations
+    read_preference: Callable[[Row], Prompt] | None = None
+    """Returns the prompt of a row of preferences; raises PromptError on a bad row."""
 
 
 def kind_of_file(
@@ -49,6 +58,8 @@ def kind_of_file(
 ) -> FileKind:
     """Returns the kind of a file with these columns; with `is_scored`, the rows are not supervised."""
     names, prompt_key = set(columns), config.prompt_key
+    if not is_scored and (read_preference := _preference_reader(names)) is not None:
+        return FileKind(config, True, None, read_preference)
     has_reward = is_scored or bool(names & {"reward_model", config.reward_fn_key})
     has_answers = bool(names & _ANSWER_COLUMNS) and not has_reward
     if prompt_key not in names and not is_scored:
@@ -63,6 +74,30 @@ def kind_of_file(
         is_supervised=not is_scored and (prompt_key == MESSAGES_COLUMN or has_answers),
         response_key=response_key if has_response else None,
     )
+
+
+def _preference_reader(columns: Collection[str]) -> Callable[[Row], Prompt] | None:
+    """Returns the reader of pairs or of labelled responses; None if the columns are of another file."""
+    names, config = set(columns), _PREFERENCES
+    if {config.chosen_key, config.rejected_key} <= names:
+        return _read_pair
+    if config.label_key in names and names & {config.completion_key, MESSAGES_COLUMN}:
+        return _read_labelled
+    return None
+
+
+def _read_pair(row: Row) -> Prompt:
+    check_row_text(row)
+    pair = read_pair(row, _PREFERENCES)
+    check_pair(pair)
+    return pair.prompt
+
+
+def _read_labelled(row: Row) -> Prompt:
+    check_row_text(row)
+    response = read_labelled(row, _PREFERENCES)
+    check_labelled(response)
+    return response.prompt
 
 
 def check_file(
@@ -148,12 +183,12 @@ class _Check:
             self.num_rows += 1
             for name, value in row.items():
                 self.types_by_column.setdefault(name, Counter())[json_type(value)] += 1
-            problem = schema.problem(row) or self._target_problem(row) or self._loop_problem(row)
-            if problem:
-                self.bad_rows.report(problem.reason, f"{file.where(index)}: {problem}")
+            prompt = self._prompt(row, schema)
+            if isinstance(prompt, Problem):
+                self.bad_rows.report(prompt.reason, f"{file.where(index)}: {prompt}")
                 continue
-            number, prompt = int(file.row_numbers[index]), row[config.prompt_key]
-            self.rows_by_prompt.setdefault(self._prompt_hash(row), []).append(number)
+            number = int(file.row_numbers[index])
+            self.rows_by_prompt.setdefault(self._prompt_hash(row, prompt), []).append(number)
             if not self.kind.is_supervised:
                 self._check_reward(row, number)
             try:
@@ -164,6 +199,17 @@ class _Check:
                 self.overlong_rows.append(number)
             except PromptError as error:
                 self.bad_rows.report("cannot be rendered", f"{file.where(index)}: {error}")
+
+    def _prompt(self, row: Row, schema: SchemaCheck) -> Prompt | Problem:
+        """Returns the prompt of a row, or the first problem of the row."""
+        if self.kind.read_preference is not None:
+            try:
+                return self.kind.read_preference(row)
+            except PromptError as error:
+                return Problem(getattr(error, "reason", "not in the schema"), str(error))
+        problem = schema.problem(row) or self._target_problem(row) or self._loop_problem(row)
+        prompt: Prompt = row.get(self.kind.config.prompt_key)
+        return problem or prompt
 
     def _target_problem(self, row: Row) -> Problem | None:
         """Returns the problem of a supervised row that has nothing to train on, or None."""
@@ -210,7 +256,7 @@ class _Check:
         if reward.get("ground_truth") in (None, "") and not has_tests:
             self.rows_without_truth.append(number)
 
-    def _prompt_hash(self, row: Row) -> str:
+    def _prompt_hash(self, row: Row, prompt: Prompt) -> str:
         """Returns a hash of the prompt, its images and, in supervised rows, its answers."""
         config = self.kind.config
         images = row.get(config.image_key)
@@ -218,8 +264,8 @@ class _Check:
             image.get("path") or hash(image.get("bytes")) if isinstance(image, dict) else image
             for image in (images if isinstance(images, list) else ())
         ]
-        answers = [row.get(name) for name in sorted(_ANSWER_COLUMNS) if self.kind.is_supervised]
-        content = [row[config.prompt_key], image_names, answers]
+        answers = [row.get(name) for name in _COMPARED_COLUMNS if self.kind.is_supervised]
+        content = [prompt, image_names, answers]
         text = json.dumps(content, sort_keys=True, default=str)
         return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -282,7 +328,10 @@ class _Check:
             types = " or ".join(name for name in sorted(type_counts) if name != "null") or "null"
             missing = f", missing in {missing_rows:,}" if missing_rows else ""
             yield f"  {name:<{width}}  {types}{missing}"
-        if self.kind.is_supervised:
+        if self.kind.read_preference is not None:
+            loss = "" if self.kind.read_preference is _read_pair else " algorithm.loss_type=kto"
+            yield f"for training on preferences: hone dpo{loss}"
+        elif self.kind.is_supervised:
             yield "for supervised training: the rows contain the answers"
         else:
             yield "sources:"

@@ -140,7 +140,6 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
         [{"messages": turns}, {"messages": [*turns, *turns]}],
         [{"question": "a", "answer": "b"}, {"question": "a", "answer": "c"}],
         [{"prompt": "a", "response": "b"}, {"prompt": "a", "response": "c"}],
-        [{"prompt": "a", "chosen": "b", "rejected": "c"}],
     ):
         status, report = check_file(write_jsonl(rows), is_known_source=set().__contains__)
         assert status == 0, report
@@ -149,6 +148,40 @@ def test_files_for_supervised_training_are_asked_for_no_ground_truth(
     status, report = check_file(write_jsonl([{"messages": turns}, {"messages": []}]))
     assert status == 1
     assert "row 1: column 'messages'" in report
+
+
+def test_preferences_are_checked_as_training_reads_them(write_jsonl: Callable[..., str]) -> None:
+    question, answer = {"role": "user", "content": "hi"}, {"role": "assistant", "content": "hello"}
+    dialogue = "\n\nHuman: hi\n\nAssistant: "
+    for rows, command in (
+        ([{"prompt": "a", "chosen": "b", "rejected": "c"}], "hone dpo"),
+        ([{"chosen": dialogue + "a", "rejected": dialogue + "b"}], "hone dpo"),
+        (
+            [{"prompt": "a", "completion": "b", "label": label} for label in (True, False)],
+            "hone dpo algorithm.loss_type=kto",
+        ),
+        ([{"messages": [question, answer], "label": False}], "hone dpo algorithm.loss_type=kto"),
+    ):
+        status, report = check_file(write_jsonl(rows), is_known_source=set().__contains__)
+        assert status == 0, report
+        assert f"\nfor training on preferences: {command}\n" in report
+        assert report.endswith("0 errors, 0 warnings")
+    for row, message in (
+        (
+            {"prompt": "a", "chosen": "b", "rejected": "b"},
+            "the two responses of the pair are the same",
+        ),
+        ({"prompt": "a", "chosen": "b", "rejected": " "}, "a response of the pair is empty"),
+        ({"prompt": "a", "chosen": "b"}, "column 'rejected' is missing or empty"),
+    ):
+        good = {"prompt": "a", "chosen": "b", "rejected": "c"}
+        status, report = check_file(write_jsonl([good, row]))
+        assert status == 1
+        assert f"row 1: {message}" in report
+    bad_label = {"prompt": "a", "completion": "b", "label": "yes"}
+    status, report = check_file(write_jsonl([bad_label]))
+    assert status == 1
+    assert "row 0: column 'label' must be true or false" in report
 
 
 def test_rows_that_supervised_training_refuses_are_errors(write_jsonl: Callable[..., str]) -> None:
