@@ -10,7 +10,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # A test file runs in one process; one more than there are cores, because some tests wait.
 PARALLEL := --dist loadfile -n $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
 
-.PHONY: setup setup-s3 setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-nodes storm-sandbox soak system clean
+.PHONY: setup setup-s3 setup-trl setup-vllm quickstart test test-slow test-vllm learn-vllm check docs bench references bench-gpu families storm storm-ray storm-nodes storm-sandbox soak system clean
 
 setup: $(STAMP) system
 
@@ -35,6 +35,14 @@ setup-s3: .venv-s3/.ready
 .venv-s3/.ready:
 	$(PYTHON) -m venv .venv-s3
 	.venv-s3/bin/python -m pip install -q 'moto[s3]==5.2.5' flask flask-cors
+	touch $@
+
+# TRL, with which one slow test compares losses, apart because it pins its own packages; torch first, as above.
+setup-trl: .venv-trl/.ready
+.venv-trl/.ready:
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/python -m pip install -q torch==2.13.0
+	.venv-trl/bin/python -m pip install -q 'trl==1.16.*'
 	touch $@
 
 # Only hone and what it needs, without bytecode of modules that nobody imports (0.3 GB); `make test` adds the
