@@ -9,7 +9,7 @@ import importlib.util
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from hone.api import LLM, Response, Trained, evaluate, sft, train
+    from hone.api import LLM, Response, Trained, dpo, evaluate, sft, train
     from hone.config.dialect import Dialect
     from hone.protocol import DataProto, DataProtoFuture, DataProtoItem
     from hone.rewards.judge import Judge
@@ -21,6 +21,7 @@ _MODULE_BY_NAME = {
     "LLM": "hone.api",
     "Response": "hone.api",
     "Trained": "hone.api",
+    "dpo": "hone.api",
     "evaluate": "hone.api",
     "sft": "hone.api",
     "train": "hone.api",
@@ -38,6 +39,7 @@ __all__ = [
     "Response",
     "Trained",
     "__version__",
+    "dpo",
     "evaluate",
     "sft",
     "train",

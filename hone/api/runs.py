@@ -1,4 +1,4 @@
-"""`hone.train`, `hone.sft` and `hone.evaluate` run the command-line programs on Python objects.
+"""`hone.train`, `hone.sft`, `hone.dpo` and `hone.evaluate` run the command-line programs on Python objects.
 
 Rows that are Python objects are written to the run folder, so that the run can be repeated from its config.
 """
@@ -8,11 +8,12 @@ from __future__ import annotations
 import os
 import shutil
 import tempfile
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from types import ModuleType
 from typing import TypeAlias, Union
 
 from hone.api.llm import LLM
@@ -32,6 +33,7 @@ from hone.api.rows import (
 )
 from hone.api.settings import CallSettings, PathOrName, Value, Values, matching_keys, resolve_key
 from hone.config import ComposedConfig, ConfigError, config_to_dict
+from hone.config.preference import PreferenceDataConfig
 from hone.config.sft import SFTDataConfig
 from hone.config.sources import Setting
 from hone.data.files import is_non_local
@@ -42,7 +44,7 @@ from hone.tracking.curve import draw_curve
 from hone.tracking.metrics_file import find_metrics_file
 from hone.tracking.report import MetricResult, format_number, headline, write_report
 from hone.tracking.report_data import RunData, load_metrics
-from hone.trainer import main_eval, main_ppo, main_sft
+from hone.trainer import main_dpo, main_eval, main_ppo, main_sft
 from hone.trainer.command_line import (
     check_output_folder,
     check_plan,
@@ -56,7 +58,7 @@ from hone.trainer.starting_values import starting_values
 from hone.types import Function, JsonObject, Row
 
 Model: TypeAlias = Union[PathOrName, "Trained", LLM]
-"""A folder, a hub name, a checkpoint, an `LLM`, or the result of `train` or `sft`."""
+"""A folder, a hub name, a checkpoint, an `LLM`, or the result of `train`, `sft` or `dpo`."""
 
 
 def evaluate(
@@ -242,15 +244,48 @@ def sft(
         for split, split_data in (("train", data), ("val", validation)):
             if split_data is not None:
                 _set_sft_files(call_settings, split_data, folder, split, sets_columns)
-        composed = call_settings.compose(_batch_size_settings)
-        print_config_notes(composed)
-        if must_launch(composed.config.world_size, composed.config.trainer.nnodes, main_sft.MODULE):
-            RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
-            rank_arguments = ["--config-path", str(folder), "--config-name", "config"]
-            launch(composed.config.world_size, main_sft.MODULE, rank_arguments)
-        else:
-            main_sft.run(composed.config, composed.origins)
+        composed = call_settings.compose(_batch_size_settings(SFTDataConfig.train_batch_size))
+        _run_ranks(main_sft, composed, folder)
     return Trained(folder, composed, validation, None)
+
+
+def dpo(
+    model: Model,
+    data: Data,
+    *,
+    validation: Data | None = None,
+    config: PathOrName | None = None,
+    **settings: Value,
+) -> Trained:
+    """Trains a model on preferences, as `hone dpo` does.
+
+    A row has `prompt`, `chosen` and `rejected`, or two whole dialogues; with `loss_type="kto"`, it has
+    `prompt`, `completion` and `label`. `settings` are keys of the `dpo_trainer` config; `config` and `folder`
+    are as in `hone.train`.
+    """
+    call_settings = CallSettings("dpo_trainer", "hone.dpo", settings, config)
+    with _run_folder("dpo", call_settings) as folder:
+        call_settings.set({"model.path": _model_path(model)})
+        for split, split_data in (("train", data), ("val", validation)):
+            if split_data is not None:
+                files = file_names(split_data)
+                files = files or [write_rows(as_rows(split_data), folder, split)]
+                call_settings.set({f"data.{split}_files": files})
+        default_batch_size = PreferenceDataConfig.train_batch_size
+        composed = call_settings.compose(_batch_size_settings(default_batch_size))
+        _run_ranks(main_dpo, composed, folder)
+    return Trained(folder, composed, None, None)
+
+
+def _run_ranks(program: ModuleType, composed: ComposedConfig, folder: Path) -> None:
+    """Runs a supervised program in this process, or on the ranks that the config asks for."""
+    print_config_notes(composed)
+    if must_launch(composed.config.world_size, composed.config.trainer.nnodes, program.MODULE):
+        RunFolder(folder).write_config(config_to_dict(composed.config), composed.origins)
+        rank_arguments = ["--config-path", str(folder), "--config-name", "config"]
+        launch(composed.config.world_size, program.MODULE, rank_arguments)
+    else:
+        program.run(composed.config, composed.origins)
 
 
 class _RunInputs:
@@ -375,10 +410,14 @@ def _set_sft_files(
     call_settings.set({f"data.{split}_files": files})
 
 
-def _batch_size_settings(values: JsonObject) -> list[Setting]:
-    """Returns a batch size of all rows if there are fewer rows than the default batch size."""
-    key = "data.train_batch_size"
-    num_rows = len(as_rows(values["data.train_files"]))  # type: ignore[arg-type]
-    if key in values or num_rows >= SFTDataConfig.train_batch_size:
-        return []
-    return [Setting(key, num_rows, STARTING_VALUES_ORIGIN)]
+def _batch_size_settings(default_batch_size: int) -> Callable[[JsonObject], list[Setting]]:
+    """Returns a function that sets a batch of all rows if they are fewer than the default batch size."""
+
+    def settings(values: JsonObject) -> list[Setting]:
+        key = "data.train_batch_size"
+        num_rows = len(as_rows(values["data.train_files"]))  # type: ignore[arg-type]
+        if key in values or num_rows >= default_batch_size:
+            return []
+        return [Setting(key, num_rows, STARTING_VALUES_ORIGIN)]
+
+    return settings

@@ -261,3 +261,20 @@ def test_the_names_of_the_package_are_listed_and_typed() -> None:
     assert (Path(hone.__file__).parent / "py.typed").is_file()
     for name in hone.__all__:
         assert getattr(hone, name)
+
+
+def test_pairs_and_labelled_responses_of_this_file_train_a_policy(tiny: Path, here: Path) -> None:
+    pairs = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "no"} for a in range(8)]
+    settings: dict[str, Any] = {"steps": 2, "lr": 1e-2, "logger": ["jsonl"]}
+    result = hone.dpo(tiny, pairs, validation=pairs[:4], beta=0.3, **settings)
+    assert result.folder == Path("runs/dpo-1")
+    assert result.config.data.train_batch_size == 8
+    assert result.metrics[-1]["val/loss"] < 0.6931
+    assert result.policy.generate("1+1=", max_tokens=2)[0].token_ids
+    labelled = [
+        {"prompt": row["prompt"], "completion": row[key], "label": key == "chosen"}
+        for row in pairs
+        for key in ("chosen", "rejected")
+    ]
+    result = hone.dpo(tiny, labelled, loss_type="kto", **settings)
+    assert result.metrics[-1]["train/rewards/margins"] > 0

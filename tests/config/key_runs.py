@@ -140,6 +140,12 @@ def prepare(folder: Path) -> Ground:
     _write(ground.at("steps.jsonl"), steps)
     pairs = [{"prompt": f"{i}", "chosen": f"{i}1", "rejected": f"{i}2"} for i in range(8)]
     _write(ground.at("pairs.jsonl"), pairs)
+    _write(ground.at("preferences.jsonl"), pairs)
+    labels = [
+        {"prompt": row["prompt"], "completion": row["chosen"], "label": bool(i % 2)}
+        for i, row in enumerate(pairs)
+    ]
+    _write(ground.at("labels.jsonl"), labels)
     _write(ground.at("responses.jsonl"), [_row(i) | {"responses": ["1", "2"]} for i in range(4)])
     return ground
 
@@ -316,8 +322,9 @@ def every_algorithm(ground: Ground) -> None:
 
 
 def supervised(ground: Ground) -> None:
-    """`hone sft`, `train-prm` and `train-rm` with validation and a checkpoint, resumed; multi-turn SFT."""
-    from hone.trainer import main_prm, main_rm, main_sft
+    """`hone sft`, `dpo`, `train-prm`, `train-rm` with validation and a checkpoint, resumed."""
+    from hone.algorithms import preference_losses
+    from hone.trainer import main_dpo, main_prm, main_rm, main_sft
 
     def train(main: Callable[[list[str]], None], rows: str, *overrides: str) -> None:
         settings = [
@@ -336,10 +343,17 @@ def supervised(ground: Ground) -> None:
         main(settings)
 
     epochs = ("trainer.total_training_steps=null", "trainer.total_epochs=1")
+    for loss_type in preference_losses.TABLE.names():
+        rows = (
+            "pairs.jsonl" if preference_losses.LossFunction(loss_type).is_paired else "labels.jsonl"
+        )
+        folder = f"trainer.default_local_dir={ground.at('run_' + loss_type)}"
+        train(main_dpo.main, rows, f"algorithm.loss_type={loss_type}", folder)
     programs = {
         "answers.jsonl": (main_sft.main, "OwnAnswers"),
         "steps.jsonl": (main_prm.main, "OwnSteps"),
         "pairs.jsonl": (main_rm.main, "OwnPairs"),
+        "preferences.jsonl": (main_dpo.main, "OwnPairs"),
     }
     for rows, (main, own_class) in programs.items():
         train(main, rows, "optim.lr_scheduler_type=cosine")
