@@ -19,6 +19,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, Generic, TypeVar
 
+from hone.errors import UserError
 from hone.suggestions import suggestion
 from hone.types import Function
 
@@ -30,7 +31,7 @@ UNSUPPORTED_ATTRIBUTE = "__unsupported__"
 that hone does not support."""
 
 
-class PluginError(ValueError):
+class PluginError(UserError, ValueError):
     """A name, file or object was not found; the message suggests a correction."""
 
 

@@ -48,6 +48,7 @@ LEVELS = {
     "services": 0,  # HTTP client and server of services: rewards, retrieval, sandbox, search
     "plugins": 0,  # names to objects: every table of plug-ins rests on it
     "tokenizer": 0,
+    "errors": -1,  # the base class of errors that every program prints as one sentence
     "types": -1,  # names for values whose type only the user knows: every room may use them
     "suggestions": -1,  # the nearest known name, for the error of any room
     "redaction": -1,  # secrets, for whatever writes or shows a setting or an error

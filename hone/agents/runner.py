@@ -20,6 +20,7 @@ from hone.agents.groups import FinishedGroup, GroupRequest, RunningGroup
 from hone.agents.loop_names import LoopFactory, LoopNames, loop_arguments
 from hone.agents.loop_thread import LOOPS_GRACE_S
 from hone.config import PPOTrainerConfig
+from hone.errors import UserError
 from hone.event_loop import LoopThread, PhaseDeadlines, run_with_deadline
 from hone.rollout.contract import RolloutEngine, is_driven, trajectory_seed
 from hone.tokenizer import Tokenizer
@@ -27,7 +28,7 @@ from hone.tokenizer import Tokenizer
 _PHASE = "agent loops"
 
 
-class AgentLoopFailed(RuntimeError):
+class AgentLoopFailed(UserError, RuntimeError):
     """Raised after the failure of a loop; the message names the loop, the row and the error."""
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from hone.errors import UserError
 from hone.suggestions import suggestion
 
 
-class ConfigError(ValueError):
+class ConfigError(UserError, ValueError):
     """A configuration that cannot run; `problems` holds one sentence per problem."""
 
     def __init__(self, problems: str | Sequence[str]) -> None:

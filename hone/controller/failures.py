@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hone.errors import UserError
+
 LOST_NODE_LOG_LINES = 8
 """Maximum number of log lines per worker of a lost node, which may have had many workers."""
 RESUME_HINT = (
@@ -28,7 +30,7 @@ class WorkerProcess:
     logs: tuple[str, ...]
 
 
-class ProcessFailure(RuntimeError):
+class ProcessFailure(UserError, RuntimeError):
     """A process of the run was lost; the run can resume from its last checkpoint."""
 
     may_restart = True
@@ -128,7 +130,7 @@ def join_words(words: Sequence[str]) -> str:
     return f"{', '.join(words[:-1])} and {words[-1]}"
 
 
-class WaitTimeout(TimeoutError):
+class WaitTimeout(UserError, TimeoutError):
     """A role waited for something until its deadline."""
 
     def __init__(self, waiting_role: str, awaited: str, deadline_s: float, hint: str) -> None:

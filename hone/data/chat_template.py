@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 
 from hone.data import template_trial
 from hone.data.messages import Prompt, PromptError, Tools, as_messages
+from hone.errors import UserError
 from hone.text import clean_values, error_text, short_repr
 from hone.tokenizer import Tokenizer
 from hone.types import Settings
@@ -47,7 +48,7 @@ _template_faults: dict[str, str | None] = {}
 """Fault of each template that this process has rendered; None for a template without a fault."""
 
 
-class BrokenTemplate(ValueError):
+class BrokenTemplate(UserError, ValueError):
     """Raised for a chat template that does not terminate or exceeds a limit, whatever the row."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
+from hone.errors import UserError
 from hone.text import short_repr
 
 Message: TypeAlias = dict[str, Any]
@@ -18,7 +19,7 @@ ROLES = ("system", "user", "assistant", "tool", "developer", "function", "ipytho
 """The roles that chat templates know; any other role is an error."""
 
 
-class PromptError(ValueError):
+class PromptError(UserError, ValueError):
     """Raised for a prompt that cannot be rendered."""
 
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias
 
 from hone.data.files import copy_to_local, glob_remote, is_non_local
+from hone.errors import UserError
 from hone.text import clean_text
 from hone.types import JsonValue, Row
 
@@ -27,7 +28,7 @@ TRAINING_SETTING = "data.train_files and data.val_files"
 """The settings that name the files of a training run; messages mention them."""
 
 
-class DataError(ValueError, AssertionError):
+class DataError(UserError, ValueError, AssertionError):
     """Raised for a bad data file, row or state; code written for verl catches AssertionError."""
 
 

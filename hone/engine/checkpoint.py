@@ -31,6 +31,7 @@ from hone.engine.saved_state import (
     no_single_process_warning,
     read_metadata,
 )
+from hone.errors import UserError
 from hone.models.lora import full_tensor, is_lora
 from hone.tracking.manifest import write_shard_checksums
 
@@ -44,11 +45,11 @@ EntryShapes = dict[str, tuple[int, ...] | None]
 """The shape of each entry of a state by its dotted name; None for an entry that is not a tensor."""
 
 
-class CheckpointMissing(ValueError):
+class CheckpointMissing(UserError, ValueError):
     """A checkpoint lacks a requested part of the engine state."""
 
 
-class BaseModelMismatch(ValueError):
+class BaseModelMismatch(UserError, ValueError):
     """The adapters of a checkpoint were trained on another base model."""
 
 

@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.checkpoint.planner import ReadItem
 from torch.distributed.checkpoint.state_dict_loader import load
 
+from hone.errors import UserError
 from hone.types import Function
 
 METADATA_FILE = ".metadata"
@@ -60,7 +61,7 @@ State: TypeAlias = dict[str, Any]
 """Engine state by section, in the form of torch.distributed.checkpoint."""
 
 
-class UnsafeCheckpoint(ValueError):
+class UnsafeCheckpoint(UserError, ValueError):
     """A checkpoint contains more than tensors and plain values, so it is not read."""
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from hone.errors import UserError
 from hone.types import Settings
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ _REASON_BY_FAMILY = {
 _LENGTH_DEPENDENT_ROPES = {"dynamic", "longrope"}
 
 
-class UnsupportedModel(ValueError):
+class UnsupportedModel(UserError, ValueError):
     """The model, or a change to its config, is not supported."""
 
 

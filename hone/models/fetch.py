@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 import torch
 
+from hone.errors import UserError
 from hone.models.writing import staged_folder, without_progress_bar
 from hone.types import Fields, JsonValue
 
@@ -34,7 +35,7 @@ _BLOCK_SIZE = 32
 """Number of weights per block of a quantized type."""
 
 
-class FetchError(RuntimeError):
+class FetchError(UserError, RuntimeError):
     """A model could not be fetched, or its file is not supported."""
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hone.data.files import copy_to_local
+from hone.errors import UserError
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -33,7 +34,7 @@ _UNSUPPORTED_FIELDS = (
 """Fields of PEFT's config whose adapters `merged_weights` cannot add to the base as low-rank matrices."""
 
 
-class LoraError(ValueError):
+class LoraError(UserError, ValueError):
     """The LoRA settings or the adapter cannot be used."""
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hone.data.files import copy_to_local
+from hone.errors import UserError
 from hone.tracking.console import screen
 from hone.tracking.manifest import MANIFEST, enclosing_checkpoint, find_damage
 
@@ -22,7 +23,7 @@ MAX_NAMED_RUNS = 5
 _STEP_FOLDER = re.compile(r"(?:global_step_|checkpoint-)(\d+)$")
 
 
-class ModelNotFound(ValueError):
+class ModelNotFound(UserError, ValueError):
     """The requested `path` does not exist or is a damaged checkpoint."""
 
     def __init__(self, message: str, path: str = "") -> None:

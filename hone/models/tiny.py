@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from hone.errors import UserError
 from hone.models.families import check_config_supported, check_family_supported
 from hone.models.policy import register_attention
 from hone.models.writing import without_progress_bar
@@ -31,7 +32,7 @@ TURN_TEMPLATE = (
 """A chat template of one line per message. Roles are shortened to one letter, because a letter is a token."""
 
 
-class TinyModelError(ValueError):
+class TinyModelError(UserError, ValueError):
     """The arguments of a tiny model are invalid."""
 
 

@@ -17,10 +17,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from hone.errors import UserError
 from hone.tracking.atomic import atomic_path
 
 
-class CorpusError(ValueError):
+class CorpusError(UserError, ValueError):
     """A corpus or an index cannot be used."""
 
 

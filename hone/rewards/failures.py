@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from hone.errors import UserError
 from hone.types import JsonObject
 
 if TYPE_CHECKING:
@@ -17,7 +18,7 @@ NO_GROUND_TRUTH = "no_ground_truth"
 """The failure reason of a row that lacks a required ground truth."""
 
 
-class SetupError(Exception):
+class SetupError(UserError):
     """The scorer, an option or the sandbox is unusable; this error stops the run under every policy."""
 
 
@@ -25,7 +26,7 @@ class WrongSetting(SetupError, ValueError):
     """A reward setting is invalid."""
 
 
-class RewardError(RuntimeError):
+class RewardError(UserError, RuntimeError):
     """A row could not be scored, and the failure policy is `raise`."""
 
 

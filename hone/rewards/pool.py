@@ -23,6 +23,7 @@ from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
+from hone.errors import UserError
 from hone.event_loop import wait_for_result
 from hone.rewards.failures import Failed
 from hone.text import error_text
@@ -45,7 +46,7 @@ KILL_TIMEOUT_S = 10.0  # limit on the wait for the end of a killed process
 T = TypeVar("T")
 
 
-class PoolError(RuntimeError):
+class PoolError(UserError, RuntimeError):
     """Workers cannot be started, or the pool is closed."""
 
 

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 import torch
 from torch import Tensor
 
+from hone.errors import UserError
 from hone.ops.counter_rng import fold_seed
 from hone.types import Fields, JsonObject, Settings
 
@@ -192,7 +193,7 @@ class Traits:
     """`load` accepts LoRA tensors without the base weights; other engines need merged weights."""
 
 
-class RolloutError(RuntimeError):
+class RolloutError(UserError, RuntimeError):
     """The engine could not complete a call or a request."""
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
+from hone.errors import UserError
 from hone.text import clean_text
 from hone.types import JsonValue, Row, Settings
 
@@ -64,7 +65,7 @@ class Tracker:
         """Flushes and closes the tracker at the end of the run."""
 
 
-class TrackerError(ValueError):
+class TrackerError(UserError, ValueError):
     """Raised for an unknown or uninstalled tracker, and for a value that cannot be logged."""
 
 

@@ -22,6 +22,7 @@ import zlib
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from hone.errors import UserError
 from hone.tracking.atomic import make_folder
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,7 @@ _DRAFT_ATTEMPTS = 5
 _HARD_LINKS_UNSUPPORTED = (errno.EPERM, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
 
 
-class FolderLocked(RuntimeError):
+class FolderLocked(UserError, RuntimeError):
     """Raised when another process holds the folder's lock."""
 
     skips_error_log = True

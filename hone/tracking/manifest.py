@@ -12,6 +12,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
+from hone.errors import UserError
 from hone.tracking.atomic import atomic_write_text
 from hone.types import JsonValue
 
@@ -25,7 +26,7 @@ Entry = tuple[int, int]
 """Size and checksum of a file."""
 
 
-class FolderNotShared(FileNotFoundError):
+class FolderNotShared(UserError, FileNotFoundError):
     """The processes of a run do not see the same files in its folder."""
 
 

@@ -27,6 +27,7 @@ from hone.config.keys import get, leaves, suggested_keys
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
+from hone.errors import UserError
 from hone.suggestions import did_you_mean, nearest
 from hone.tracking import RunFolder
 from hone.tracking.atomic import storage_error_message
@@ -49,45 +50,6 @@ ERROR_LOG = "error.log"
 DRY_RUN = "--dry-run"
 _last_composed: ComposedConfig | None = None
 """The last configuration of this process, used to name the key that caused an error."""
-
-_USER_ERRORS = {
-    "hone.agents.runner": "AgentLoopFailed",
-    "hone.config.errors": "ConfigError",
-    "hone.controller.failures": "ProcessFailure WaitTimeout",
-    "hone.data.chat_template": "BrokenTemplate",
-    "hone.data.messages": "PromptError",
-    "hone.data.rows": "DataError",
-    "hone.engine.checkpoint": "BaseModelMismatch CheckpointMissing",
-    "hone.engine.saved_state": "UnsafeCheckpoint",
-    "hone.launch": "LaunchError",
-    "hone.models.families": "UnsupportedModel",
-    "hone.models.fetch": "FetchError",
-    "hone.models.paths": "ModelNotFound",
-    "hone.models.lora": "LoraError",
-    "hone.models.tiny": "TinyModelError",
-    "hone.plugins": "PluginError",
-    "hone.retrieval.corpus": "CorpusError",
-    "hone.rewards.failures": "SetupError RewardError",
-    "hone.rewards.pool": "PoolError",
-    "hone.rollout.contract": "RolloutError",
-    "hone.sandbox.result": "SandboxError",
-    "hone.tracking.contract": "TrackerError",
-    "hone.tracking.lock": "FolderLocked",
-    "hone.tracking.manifest": "FolderNotShared",
-    "hone.trainer.evaluation": "EvaluationError",
-    "hone.trainer.export": "ExportError",
-    "hone.trainer.job_files": "GenerationError",
-    "hone.trainer.ppo.alarms": "AlarmsRaised",
-    "hone.trainer.ppo.checkpoint": "CheckpointError",
-    "hone.trainer.ppo.selection": "NotEnoughSignal",
-    "hone.trainer.ppo.memory": "OutOfMemory",
-    "hone.trainer.ppo.preflight": "PreflightError",
-    "hone.trainer.ranks": "LaunchError",
-}
-"""Errors whose message is enough for the user, by module.
-
-These are names, not classes, to avoid imports: an error can only come from a module that is imported.
-"""
 
 
 def compose_arguments(
@@ -344,7 +306,7 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
 
 def user_error_message(error: BaseException) -> str | None:
     """Returns the message for an error that the user can correct; None for any other error."""
-    if isinstance(error, _user_error_classes()):
+    if isinstance(error, UserError):
         return _prefix_with_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
         return message
@@ -368,13 +330,3 @@ def _prefix_with_key(message: str, path: str | None) -> str:
         if get(composed.config, key) == path:
             return f"{key}={path}: {message}"
     return message
-
-
-def _user_error_classes() -> tuple[type[BaseException], ...]:
-    """Returns the classes of `_USER_ERRORS` whose modules are imported."""
-    classes: list[type[BaseException]] = []
-    for module_name, class_names in _USER_ERRORS.items():
-        module = sys.modules.get(module_name)
-        # A module that is still being imported may not have its classes yet.
-        classes += [getattr(module, n) for n in class_names.split() if hasattr(module, n)]
-    return tuple(classes)

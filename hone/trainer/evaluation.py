@@ -19,6 +19,7 @@ from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, as_table
+from hone.errors import UserError
 from hone.ops.at_n import attempt_counts, best_at, majority_at
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.failures import Failed, FailurePolicy, Scored
@@ -49,7 +50,7 @@ _ANSWER_LINE = re.compile(r"####\s*([^\n]+)")
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-class EvaluationError(ValueError):
+class EvaluationError(UserError, ValueError):
     """Raised when responses cannot be evaluated as configured."""
 
 

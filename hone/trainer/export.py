@@ -28,6 +28,7 @@ from hone.config.trees import Tree
 from hone.data.files import copy_to_local, is_non_local, remote_files, upload
 from hone.engine.build import build_engine
 from hone.engine.saved_state import METADATA_FILE, read_metadata
+from hone.errors import UserError
 from hone.models.from_config import build_lora, build_tokenizer
 from hone.models.load import load_causal_lm
 from hone.models.lora import ADAPTER_FOLDER
@@ -47,7 +48,7 @@ _INVALID_CONFIG_ERRORS = (AttributeError, KeyError, TypeError, RecursionError)
 """Errors that a config.yaml causes if it is valid YAML but not a config."""
 
 
-class ExportError(ValueError):
+class ExportError(UserError, ValueError):
     """Raised when a checkpoint cannot be exported with the given options."""
 
 

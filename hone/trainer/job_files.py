@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hone.data.rows import file_fingerprint, write_parquet
+from hone.errors import UserError
 from hone.tracking import atomic_path, atomic_write_text
 from hone.tracking.atomic import add_file_name_to_errors
 from hone.types import Row
@@ -21,7 +22,7 @@ RESULT_COLUMNS = ("responses", "response_lengths", "stop_reasons", "log_probs", 
 """The columns that `hone generate` and `hone eval` (`scores`) add to a row."""
 
 
-class GenerationError(ValueError):
+class GenerationError(UserError, ValueError):
     """Raised when generation cannot run as configured."""
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 from types import FrameType
 
 from hone.engine.rendezvous import STORE_FILE_VARIABLE
+from hone.errors import UserError
 from hone.trainer.interrupt import mark_as_rank, signal_exit_code, signal_handler
 
 LAUNCHER_PID_VARIABLE = "HONE_LAUNCHER_PID"
@@ -31,7 +32,7 @@ GRACE_S = 3.0
 _PR_SET_PDEATHSIG = 1  # from linux/prctl.h
 
 
-class LaunchError(ValueError):
+class LaunchError(UserError, ValueError):
     """Raised when the running ranks do not match the configuration, or a rank failed."""
 
 

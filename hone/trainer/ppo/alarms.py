@@ -16,6 +16,7 @@ from itertools import pairwise
 from statistics import median
 
 from hone.config.trainer import AlarmsConfig
+from hone.errors import UserError
 from hone.tracking import RunFolder
 from hone.trainer.ppo.credit import GROUPS_WITHOUT_SIGNAL
 from hone.trainer.ppo.metrics import DISTINCT_ANSWERS
@@ -35,7 +36,7 @@ MAD_SCALE = 1.4826
 """The standard deviation of a normal distribution divided by its median absolute deviation."""
 
 
-class AlarmsRaised(RuntimeError):
+class AlarmsRaised(UserError, RuntimeError):
     """Raised after an alarm if `trainer.alarms.action=stop`."""
 
 

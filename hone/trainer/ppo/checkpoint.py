@@ -22,6 +22,7 @@ from hone.config.convert import show_value
 from hone.data.files import copy_to_local
 from hone.data.loader import Dataset, is_stateful
 from hone.engine.saved_state import METADATA_FILE, read_metadata
+from hone.errors import UserError
 from hone.redaction import redact
 from hone.tracking import RunFolder, atomic_write_text
 from hone.tracking.atomic import STORAGE_ERRORS, make_folder, rename_folder, storage_errno, sync
@@ -36,7 +37,6 @@ if TYPE_CHECKING:
     from hone.trainer.ppo.plan import Plan
 
 T = TypeVar("T")
-
 log = logging.getLogger(__name__)
 
 STATE_FILE = "trainer_state.json"
@@ -75,7 +75,7 @@ _DERIVED_KEYS = ("total_training_steps", "input_tokenizer")
 """Keys that are derived from the length of the run or from the model; their changes are not reported."""
 
 
-class CheckpointError(RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """Raised when a checkpoint cannot be loaded or written."""
 
 

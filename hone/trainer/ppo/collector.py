@@ -22,6 +22,7 @@ from hone.agents.joining import pad_and_concat
 from hone.columns import write
 from hone.config import PPOTrainerConfig
 from hone.data.loader import PromptLoader
+from hone.errors import UserError
 from hone.ops.rows import Groups
 from hone.protocol import DataProto
 from hone.protocol.rows import row_dicts
@@ -46,7 +47,7 @@ _PARTS = 4
 """Dynamic sampling scores a part of the running groups at a time, while the others are generated."""
 
 
-class NotEnoughSignal(RuntimeError):
+class NotEnoughSignal(UserError, RuntimeError):
     """Raised when the filters leave too few groups for a batch."""
 
 

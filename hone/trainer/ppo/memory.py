@@ -8,11 +8,13 @@ from contextlib import contextmanager
 
 import torch
 
+from hone.errors import UserError
+
 _MAX_FROZEN_AT_START = 1000
 """Python 3.12 starts with some 400 frozen objects; a program that calls `gc.freeze` has many more."""
 
 
-class OutOfMemory(RuntimeError):
+class OutOfMemory(UserError, RuntimeError):
     """Raised when a device or the machine has too little memory for a step."""
 
 

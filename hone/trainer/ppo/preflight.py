@@ -21,6 +21,7 @@ from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
 from hone.engine.optimizer import optimizer_class
+from hone.errors import UserError
 from hone.models.facts import check_model, classifier_kind, model_facts
 from hone.models.from_config import build_tokenizer
 from hone.models.paths import resolve_model_path
@@ -47,7 +48,7 @@ TRAIN_KEY, VALIDATION_KEY = "data.train_files", "data.val_files"
 T = TypeVar("T")
 
 
-class PreflightError(ValueError):
+class PreflightError(UserError, ValueError):
     """Lists all problems that would stop the run, one per line."""
 
     skips_error_log = True
