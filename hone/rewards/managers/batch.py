@@ -30,7 +30,6 @@ class BatchRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         if not rows:
             return []
-        self.precompute_comparisons(rows)  # fills a cache
         timeout_s = self.failure_policy.timeout_s
         outcomes = call_with_deadline(lambda: self._score_all(rows), timeout_s)
         return [outcomes] * len(rows) if isinstance(outcomes, Failed) else outcomes
@@ -38,7 +37,10 @@ class BatchRewardManager(RuleRewardManager):
     def _score_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Returns the scorer's results; the built-in rules are called row by row."""
         if self.uses_table:
-            return [score_row(self.scorer_of(row), row, self.options) for row in rows]
+            return [
+                outcome or score_row(self.scorer_of(row), row, self.options)
+                for row, (outcome, _) in zip(rows, self.score_symbolic_rows(rows), strict=True)
+            ]
         arguments = {
             batch_name: [getattr(row, row_name) for row in rows]
             for batch_name, row_name in zip(BATCH_ARGUMENTS, ROW_ARGUMENTS, strict=True)

@@ -28,9 +28,14 @@ class PrimeRewardManager(RuleRewardManager):
         if self.pool is None:
             factory = "hone.rewards.transport:make_row_scorer"
             self.pool = DeadlinePool(factory, keywords, self.num_processes)
-        pairs = zip(rows, self.precompute_comparisons(rows), strict=True)
-        jobs = [{"row": row, "comparisons": comparisons} for row, comparisons in pairs]
-        return self.pool.run(jobs, self.failure_policy.timeout_s)
+        first_calls = self.score_symbolic_rows(rows)
+        jobs = [
+            {"row": row, "comparisons": comparisons}
+            for row, (outcome, comparisons) in zip(rows, first_calls, strict=True)
+            if outcome is None
+        ]
+        results = iter(self.pool.run(jobs, self.failure_policy.timeout_s))
+        return [outcome or next(results) for outcome, _ in first_calls]
 
     def close(self) -> None:
         """Ends the scoring processes."""

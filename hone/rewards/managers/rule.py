@@ -11,7 +11,7 @@ import logging
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import chain, compress
+from itertools import compress
 from typing import Any
 
 import torch
@@ -32,8 +32,9 @@ from hone.rewards.scorer import (
     read_rows,
     score_row,
 )
-from hone.rewards.scores import symbolic, table
+from hone.rewards.scores import table
 from hone.rewards.signature import check_signature
+from hone.rewards.symbolic_rows import FirstCall, call_with_pairs_recorded
 from hone.text import printable
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function, JsonValue, Settings
@@ -220,20 +221,15 @@ class RuleRewardManager(AbstractRewardManager):
         """Returns the user's score function, or the rule of the row's data source."""
         return table.scorer_of(row.data_source)[1] if self.uses_table else self.compute_score
 
-    def precompute_comparisons(self, rows: Sequence[ScorerInput]) -> list[symbolic.Comparisons]:
-        """Makes the symbolic comparisons of all rows together; returns the results per row, and caches them.
-
-        A user's score function is not called, because it may have side effects.
-        """
-        pairs_by_row: list[list[symbolic.Pair]] = [[] for _ in rows]
-        for row, pairs in zip(rows, pairs_by_row, strict=True):
-            function = self.scorer_of(row)
-            if self.is_symbolic or getattr(function, "__module__", "") in table.SYMBOLIC_MODULES:
-                with symbolic.recording_pairs(pairs):
-                    score_row(function, row, self.options)
-        if any(pairs_by_row):
-            symbolic.compare_all(chain.from_iterable(pairs_by_row))
-        return [symbolic.cached_results(pairs) if pairs else {} for pairs in pairs_by_row]
+    def score_symbolic_rows(self, rows: Sequence[ScorerInput]) -> list[FirstCall]:
+        """Returns the first call of the scorer of each row, which is none for a user's score function."""
+        scorers: list[Function | None] = []
+        for row in rows:
+            scorer = self.scorer_of(row)
+            module = getattr(scorer, "__module__", "")
+            is_symbolic = self.is_symbolic or module in table.SYMBOLIC_MODULES
+            scorers.append(scorer if is_symbolic else None)
+        return call_with_pairs_recorded(rows, scorers, self.options, self.failure_policy.timeout_s)
 
     def score_checked_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         """Scores rows; a row that lacks a required ground truth fails without a call of the scorer."""
@@ -379,11 +375,12 @@ class NaiveRewardManager(RuleRewardManager):
     def score_rows(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:
         if self.has_async_scorer:
             return run_coroutine(self._await_all(rows))
-        self.precompute_comparisons(rows)  # fills a cache
         outcomes = []
-        for row in rows:
-            call = functools.partial(score_row, self.scorer_of(row), row, self.options)
-            outcomes.append(call_with_deadline(call, self.failure_policy.timeout_s))
+        for row, (outcome, _) in zip(rows, self.score_symbolic_rows(rows), strict=True):
+            if outcome is None:
+                call = functools.partial(score_row, self.scorer_of(row), row, self.options)
+                outcome = call_with_deadline(call, self.failure_policy.timeout_s)
+            outcomes.append(outcome)
         return outcomes
 
     async def _await_all(self, rows: Sequence[ScorerInput]) -> list[Scored | Failed]:

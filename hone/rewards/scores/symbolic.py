@@ -11,10 +11,10 @@ import importlib.util
 import logging
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from contextvars import ContextVar
 from functools import lru_cache
+from typing import TypeVar
 
 from hone.cores import usable_cores
 from hone.rewards.expressions import nesting_depth
@@ -24,6 +24,7 @@ from hone.rewards.scorer import count_mishap
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
 Pair = tuple[str, str]  # an answer and the ground truth
 Comparisons = dict[Pair, bool | Failed]  # whether the pair is equal, or why this is unknown
 
@@ -92,12 +93,11 @@ def is_available() -> bool:
     return False
 
 
-@contextmanager
-def recording_pairs(pairs: list[Pair]) -> Iterator[None]:
-    """Adds the pairs that the block compares to `pairs`; every comparison in the block returns False."""
+def record_pairs(pairs: list[Pair], function: Callable[[], T]) -> T:
+    """Returns `function()`, whose comparisons all return False and are added to `pairs`."""
     token = _recorded_pairs.set(pairs)
     try:
-        yield
+        return function()
     finally:
         _recorded_pairs.reset(token)
 

@@ -161,7 +161,7 @@ def test_comparisons_of_a_built_in_rule_for_all_rows_are_precomputed(
 ) -> None:
     recorder = install_recorder(monkeypatch)
     rows = [ScorerInput("mine", rf"\boxed{{x^{{{i + 2}}}}}", r"\sqrt{y}", {}) for i in range(3)]
-    NaiveRewardManager(None, 0, math_reward.compute_score).precompute_comparisons(rows)
+    NaiveRewardManager(None, 0, math_reward.compute_score).score_symbolic_rows(rows)
     assert recorder.runs == [(3, symbolic.SHORT_CPU_S), (3, symbolic.LONG_CPU_S)]
 
 
@@ -173,8 +173,42 @@ def test_a_users_score_function_is_not_called_to_precompute() -> None:
         return 1.0
 
     row = ScorerInput("lighteval/MATH", "x", "y", {})
-    assert NaiveRewardManager(None, 0, score).precompute_comparisons([row]) == [{}]
+    assert NaiveRewardManager(None, 0, score).score_symbolic_rows([row]) == [(None, {})]
     assert calls == []
+
+
+@pytest.mark.parametrize(
+    "manager_class", [NaiveRewardManager, BatchRewardManager, PrimeRewardManager]
+)
+def test_a_response_without_an_equal_comparison_is_scored_by_one_call(
+    manager_class: Any, tokenizer: Any, make_batch: MakeBatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: Counter[str] = Counter()
+    is_equiv = math_reward.is_equiv
+
+    def count(answer: str, truth: str, **options: Any) -> bool:
+        calls[answer] += 1
+        return is_equiv(answer, truth, **options)
+
+    monkeypatch.setattr(math_reward, "is_equiv", count)
+    monkeypatch.setattr(symbolic, "is_available", lambda: True)
+    monkeypatch.setattr(
+        symbolic, "_compare_in_pool", lambda pairs, cpu_s: [answer == "a^2" for answer, _ in pairs]
+    )
+    answers = ["a^2", "b^2", "7", "c"]
+    data = make_batch(
+        [rf"\boxed{{{answer}}}" for answer in answers],
+        ["lighteval/MATH"] * 4,
+        ["aa", "aa", "7", r"\sqrt{y}"],
+    )
+    options = {"num_processes": 1} if manager_class is PrimeRewardManager else {}
+    manager = manager_class(tokenizer, 0, **options)
+    try:
+        assert manager(data).sum(-1).tolist() == [1.0, 0.0, 1.0, 0.0]
+    finally:
+        manager.close()
+    in_this_process = 1 if manager_class is PrimeRewardManager else 2
+    assert calls == {"a^2": in_this_process, "b^2": 1, "7": 1, "c": 1}
 
 
 @needs_math_verify
@@ -200,8 +234,8 @@ def test_a_slow_comparison_is_interrupted_and_its_process_continues(
     rows.append(ScorerInput("lighteval/MATH", r"\boxed{x+\frac{2}{\sqrt{2}}}", r"\sqrt{2}+x", {}))
     try:
         results = [
-            list(pairs.values())
-            for pairs in NaiveRewardManager(None, 0).precompute_comparisons(rows)
+            list(call.comparisons.values())
+            for call in NaiveRewardManager(None, 0).score_symbolic_rows(rows)
         ]
         assert all(isinstance(r, Failed) and r.reason == "timeout" for [r] in results[:-1])
         assert results[-1] == [True]
