@@ -19,7 +19,7 @@ import numpy as np
 from hone.data.reading import read_rows, rows_of
 from hone.data.rows import SUFFIXES, BadRowPolicy, DataError
 from hone.data.schema import COLUMNS
-from hone.rewards.scorer import decode_json
+from hone.data.values import decode_json
 from hone.text import short_repr
 from hone.tracking import atomic_write_text
 from hone.types import Fields, JsonValue, Row

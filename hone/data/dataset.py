@@ -7,6 +7,7 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property, partial
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from hone.config.data import DataConfig
@@ -15,6 +16,7 @@ from hone.data.hub import as_hf_dataset
 from hone.data.messages import Message, PromptError, PromptTooLong, Tools, as_messages
 from hone.data.prompts import PromptBuilder, PromptRows
 from hone.data.reading import as_data_config, load_tool_schemas, read_rows, rows_of, to_verl_schema
+from hone.data.row_facts import RowFacts
 from hone.data.rows import BadRowPolicy, DataError, Files, expand_files, sample_positions
 from hone.data.schema import COLUMNS, SchemaCheck
 from hone.data.token_counts import token_counts
@@ -38,6 +40,8 @@ class RLHFDataset(PromptRows):
     """
 
     _hf_dataset: Dataset | None = None
+    facts: RowFacts
+    """What the checks of a run need to know of the rows."""
 
     def __init__(
         self,
@@ -95,8 +99,7 @@ class RLHFDataset(PromptRows):
         """Yields the number of tokens of each prompt before truncation, or its rendering error."""
         if self._prompt_lengths is not None and not self.added_rows:
             return iter(self._prompt_lengths)
-        rows = map(self.raw_row, range(len(self)))
-        return self._count_tokens(rows, self._tokenise_limit)
+        return self._count_tokens(chain(self._prompt_rows(), self.added_rows), self._tokenise_limit)
 
     def indices_by_file(self) -> list[list[int]]:
         """Returns row indices by data file, in the order of data.train_files."""
@@ -205,29 +208,56 @@ class RLHFDataset(PromptRows):
         return getattr(type(self), name) is not getattr(RLHFDataset, name)
 
     def _valid_positions(self) -> list[int]:
+        """Returns the positions of rows with a good schema; the same scan collects `self.facts`."""
+        self.facts = self._new_facts(self.settings.reward_fn_key)
+        columns = (self.prompt_key, *COLUMNS)
         positions, position = [], 0
         for file in self.store.files:
             check = SchemaCheck(self.prompt_key, self.settings.prompt_format)
-            for row in file.scan((self.prompt_key, *COLUMNS)):
-                if problem := check.problem(row):
+            for row in self.facts.scan(file, columns):
+                if problem := check.problem({name: row[name] for name in columns if name in row}):
                     # The row with all columns may have an earlier problem.
                     problem = check.problem(self.store[position]) or problem
                     self.bad_rows.report(problem.reason, f"{self.store.where(position)}: {problem}")
                 else:
+                    self.facts.add(position, row)
                     positions.append(position)
                 position += 1
         if not positions:
             raise DataError(f"no good row is left: {'; '.join(self.bad_rows.examples)}")
         return positions
 
+    def _new_facts(self, source_key: str) -> RowFacts:
+        settings = self.settings
+        media_keys = (settings.image_key, settings.video_key, settings.audio_key)
+        return RowFacts(len(self.store), source_key, media_keys)
+
+    def facts_by_source(self, source_key: str) -> RowFacts:
+        """Returns the facts of the rows in use, with this column as the data source."""
+        if source_key == self.facts.source_key:
+            return self.facts
+        facts = self._new_facts(source_key)  # of a reward manager with a column of its own
+        for position, row in self._scan_used((*COLUMNS, *facts.columns)):
+            facts.add(position, row)
+        return facts
+
+    def _scan_used(self, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
+        """Yields position and columns of each row in use, in the order of the files."""
+        positions = set(self.positions)
+        rows = enumerate(self.store.scan(tuple(dict.fromkeys(columns))))
+        return ((position, row) for position, row in rows if position in positions)
+
+    def _prompt_rows(self) -> Iterator[Row]:
+        """Yields the columns from which the prompt of each row in use is rendered."""
+        loop_columns = ("tool_config", "extra_info") if self.prompt_builder else ()
+        return (row for _, row in self._scan_used((self.prompt_key, "agent_name", *loop_columns)))
+
     def _filter_overlong(self) -> None:
         """Removes the positions of overlong prompts; counts and logs these prompts."""
         positions, limit = self.positions, self.max_prompt_length
-        position_set = set(positions)
-        loop_columns = ("tool_config", "extra_info") if self.prompt_builder else ()
-        indexed_rows = enumerate(self.store.scan((self.prompt_key, "agent_name", *loop_columns)))
-        rows = (row for position, row in indexed_rows if position in position_set)
-        fitting = [*self._fitting_prompts(rows, lambda i: self.store.where(positions[i]))]
+        fitting = [
+            *self._fitting_prompts(self._prompt_rows(), lambda i: self.store.where(positions[i]))
+        ]
         if not fitting:
             raise DataError(
                 f"all {len(positions)} prompts have more than data.max_prompt_length="

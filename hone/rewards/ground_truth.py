@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hone.rewards.scorer import decode_json, to_python
+from hone.data.values import decode_json, to_python
 from hone.types import JsonObject, JsonValue
 
 

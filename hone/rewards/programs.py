@@ -15,9 +15,9 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, TypeVar
 
 from hone.config.reward import SandboxFusionConfig
+from hone.data.values import decode_json, to_python
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import GroundTruthError
-from hone.rewards.scorer import decode_json, to_python
 from hone.types import JsonObject, JsonValue, Settings
 
 if TYPE_CHECKING:

@@ -12,7 +12,6 @@ at the deadline. The processes of the prime manager have a hard deadline.
 from __future__ import annotations
 
 import inspect
-import json
 import math
 import signal
 import threading
@@ -26,6 +25,7 @@ from itertools import groupby
 from types import FrameType
 from typing import Any, TypeVar
 
+from hone.data.values import INVALID_PREDICTION, to_python
 from hone.event_loop import raised_by_signal, run_coroutine
 from hone.rewards.failures import Failed, Scored, SetupError, WrongSetting
 from hone.rewards.scorer_code import describe, error_location, error_message
@@ -35,11 +35,9 @@ from hone.types import Columns, Fields, Function, JsonObject, JsonValue, Setting
 
 T = TypeVar("T")
 
-INVALID_PREDICTION = "[INVALID]"  # the `pred` of a response without an answer
 POLICY, OBSERVATION = "policy", "observation"
 _NUM_TURNS_COLUMNS = ("__num_turns__", "num_turns")
 _ROLLOUT_SCORE_COLUMNS = ("reward_scores", "rollout_reward_scores")
-_PYTHON_SCALARS = frozenset((int, float, str, bool, type(None)))
 
 Segments = Sequence[Mapping[str, str]]
 
@@ -184,43 +182,6 @@ def all_answers(text: str, tag: str = "answer") -> list[str]:
 def vote_of(pred: JsonValue) -> str | None:
     """Returns the answer that a scorer extracted, as a vote for maj@k, or None for an invalid answer."""
     return None if pred is None or str(pred).strip() in ("", INVALID_PREDICTION) else str(pred)
-
-
-def is_missing(value: JsonValue) -> bool:
-    """Returns whether a value is None, NaN, blank, "null" or "[INVALID]".
-
-    An empty dict is missing, and a dict whose `target` is missing; a list is missing if all items are.
-    """
-    value = decode_json(to_python(value))
-    if isinstance(value, Mapping):
-        return not value or ("target" in value and is_missing(value["target"]))
-    if isinstance(value, (list, tuple, set)):
-        return all(is_missing(item) for item in value)
-    if isinstance(value, str):
-        return value.strip() in ("", "null", INVALID_PREDICTION)
-    return value is None or value != value  # NaN is not equal to itself
-
-
-def decode_json(value: JsonValue) -> JsonValue:
-    """Parses text that is a JSON object or array; returns any other value unchanged."""
-    if isinstance(value, str) and value.lstrip()[:1] in ("{", "["):
-        try:
-            return json.loads(value)
-        except ValueError:
-            return value
-    return value
-
-
-def to_python(value: Any) -> Any:
-    """Converts NumPy scalars and arrays to Python values, inside containers too."""
-    if type(value) in _PYTHON_SCALARS:
-        return value
-    if isinstance(value, (dict, Mapping)):
-        return {key: to_python(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [to_python(item) for item in value]
-    tolist = getattr(value, "tolist", None)
-    return value if tolist is None else to_python(tolist())
 
 
 def score_row(function: Function, row: ScorerInput, options: Settings) -> Scored | Failed:

@@ -19,19 +19,14 @@ from hone.config.generation import EvaluationConfig, EvaluationMetricsConfig
 from hone.cores import usable_cores
 from hone.data.reading import read_rows
 from hone.data.rows import BadRowPolicy, DataError, as_table
+from hone.data.values import decode_json
 from hone.errors import UserError
 from hone.ops.at_n import attempt_counts, best_at, majority_at
 from hone.rewards import check_sources, default_compute_score, get_custom_reward_fn
 from hone.rewards.failures import Failed, FailurePolicy, Scored
 from hone.rewards.managers.prime import PrimeRewardManager
 from hone.rewards.managers.rule import NaiveRewardManager
-from hone.rewards.scorer import (
-    ROW_ARGUMENTS,
-    ScorerInput,
-    decode_json,
-    policy_transcript_info,
-    vote_of,
-)
+from hone.rewards.scorer import ROW_ARGUMENTS, ScorerInput, policy_transcript_info, vote_of
 from hone.rewards.scores.latex import boxed_answer
 from hone.rewards.signature import check_signature
 from hone.text import short_repr

@@ -26,8 +26,8 @@ from hone.data.reading import (
     rows_of,
 )
 from hone.data.rows import BadRowPolicy, DataError, write_parquet
+from hone.data.values import is_missing
 from hone.models.tiny import character_tokenizer
-from hone.rewards.scorer import is_missing
 from hone.rewards.scores.table import default_compute_score
 
 TOKENIZER = character_tokenizer()

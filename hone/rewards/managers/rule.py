@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from hone.config.reward import RewardKwargs
+from hone.data.values import is_missing
 from hone.event_loop import run_coroutine
 from hone.ops.rows import last_true_index, split_at_response
 from hone.plugins import unwrap_function
@@ -24,14 +25,7 @@ from hone.protocol import DataProto
 from hone.rewards.async_scorer import await_row, is_async
 from hone.rewards.failures import NO_GROUND_TRUTH, Failed, FailurePolicy, RewardError, Scored
 from hone.rewards.repetition import repeatness
-from hone.rewards.scorer import (
-    ROW_ARGUMENTS,
-    ScorerInput,
-    call_with_deadline,
-    is_missing,
-    read_rows,
-    score_row,
-)
+from hone.rewards.scorer import ROW_ARGUMENTS, ScorerInput, call_with_deadline, read_rows, score_row
 from hone.rewards.scores import table
 from hone.rewards.signature import check_signature
 from hone.rewards.symbolic_rows import FirstCall, call_with_pairs_recorded

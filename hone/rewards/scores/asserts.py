@@ -6,6 +6,7 @@ Assertions come from the ground truth, or from the benchmarks' fields in `extra_
 from __future__ import annotations
 
 from hone.data.preprocess.programs import humaneval_tests
+from hone.data.values import to_python
 from hone.rewards.programs import (
     CODE_PLACEHOLDER,
     Limits,
@@ -14,7 +15,6 @@ from hone.rewards.programs import (
     passes,
     read_tests,
 )
-from hone.rewards.scorer import to_python
 from hone.rewards.scores.prime_code import TEST_TIMEOUT_S
 from hone.types import Fields, JsonValue, Settings
 

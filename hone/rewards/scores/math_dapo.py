@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import re
 
+from hone.data.values import INVALID_PREDICTION
 from hone.rewards.ground_truth import as_answer
-from hone.rewards.scorer import INVALID_PREDICTION
 from hone.rewards.scores.latex import as_number, boxed_answer, strip_string
 from hone.types import JsonObject, JsonValue
 

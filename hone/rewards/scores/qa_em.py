@@ -9,8 +9,9 @@ import re
 import string
 from collections.abc import Callable, Iterable
 
+from hone.data.values import decode_json, to_python
 from hone.rewards.ground_truth import ground_truth_error
-from hone.rewards.scorer import all_answers, decode_json, last_answer, to_python
+from hone.rewards.scorer import all_answers, last_answer
 from hone.types import JsonValue, Settings
 
 MAX_TAGS = 10  # a response with more opening or closing answer tags gets a quarter of the score

@@ -10,10 +10,11 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
+from hone.data.values import is_missing
 from hone.plugins import load_object
 from hone.rewards.failures import SetupError
 from hone.rewards.ground_truth import ground_truth_error
-from hone.rewards.scorer import call_scorer, is_missing
+from hone.rewards.scorer import call_scorer
 from hone.suggestions import suggestion
 from hone.types import Fields, Function, JsonValue, Settings
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from hone.agents.contract import AgentLoopBase, ServerManager
@@ -18,10 +17,11 @@ from hone.data.loader import Dataset
 from hone.data.messages import Prompt, PromptError, Tools, as_messages
 from hone.data.prompt_ids import render_prompt
 from hone.data.prompts import loop_kwargs, raw_text
+from hone.data.row_facts import LoopArguments, RowFacts
 from hone.event_loop import run_coroutine
 from hone.plugins import PluginError, describe_error_with_location
 from hone.tokenizer import Tokenizer
-from hone.types import JsonObject, JsonValue, Row
+from hone.types import JsonObject, Row
 
 MULTI_TURN_KEY = "actor_rollout_ref.rollout.multi_turn"
 
@@ -85,7 +85,9 @@ class AgentChecks:
 
     def _tool_config_problems(self, loops: Sequence[ToolAgentLoop]) -> Iterator[str]:
         """Yields a problem per `tool_config` of a row that the tool agent loop does not support."""
-        configs = {json.dumps(config): config for config in self._extra_info_field("tool_config")}
+        configs: dict[str, JsonObject] = {}
+        for arguments in self._loop_arguments():
+            configs |= arguments.tool_configs
         for loop in loops:
             for config in configs.values():
                 try:
@@ -129,8 +131,7 @@ class AgentChecks:
     def _loop_names_in_rows(self) -> set[str]:
         """Returns the names of the agent loops in the rows; `check_rows` reports unknown names."""
         names = set()
-        column = self._column("agent_name")
-        for name in {name if isinstance(name, str) else None for name in column}:
+        for name in {name for facts in self._row_facts() for name in facts.agent_names()}:
             with contextlib.suppress(PluginError):
                 names.add(self.loop_names.name_of_row(name))
         return names or {self.loop_names.default}
@@ -151,8 +152,7 @@ class AgentChecks:
                 "rows have interaction_kwargs, but no interaction is configured: they are ignored; "
                 f"set {MULTI_TURN_KEY}.interaction_config_path"
             )
-        arguments = self._extra_info_field("tools_kwargs")
-        row_tools = {name for row in arguments for name, value in row.items() if value is not None}
+        row_tools = {name for arguments in self._loop_arguments() for name in arguments.tools}
         if unknown_tools := sorted(row_tools - tools):
             yield f"rows have tools_kwargs for {', '.join(unknown_tools)}, but this run has no such tool"
         if tool_loops and not tools and not has_interactions:
@@ -160,7 +160,10 @@ class AgentChecks:
                 "tool_agent has neither tools nor interactions: every row is a single turn; set "
                 f"{MULTI_TURN_KEY}.tool_config_path"
             )
-        if any(self._extra_info_field("tool_config")) and not tool_loops:
+        configs = [
+            c for arguments in self._loop_arguments() for c in arguments.tool_configs.values()
+        ]
+        if any(configs) and not tool_loops:
             yield "rows have tool_config, but no row uses the tool agent loop: it is ignored"
         roles = (("tool", bool(tools)), ("user", has_interactions))
         yield from self._template_warnings([role for role, is_used in roles if is_used])
@@ -187,22 +190,19 @@ class AgentChecks:
                 )
                 return
 
-    def _column(self, name: str) -> Iterator[JsonValue]:
-        """Yields the value of each row of all data sets; None where the column is missing."""
-        for dataset in self.datasets.values():
-            if isinstance(dataset, RLHFDataset):
-                yield from (row.get(name) for row in dataset.store.scan((name,)))
+    def _row_facts(self) -> list[RowFacts]:
+        """Returns the facts of the rows of each data set."""
+        datasets = self.datasets.values()
+        return [dataset.facts for dataset in datasets if isinstance(dataset, RLHFDataset)]
 
-    def _extra_info_field(self, name: str) -> Iterator[JsonObject]:
-        """Yields the dict `name` of each row that has one, as a column or in `extra_info`."""
-        yield from (value for value in self._column(name) if isinstance(value, dict))
-        for extra in self._column("extra_info"):
-            if isinstance(extra, dict) and isinstance(value := extra.get(name), dict):
-                yield value
+    def _loop_arguments(self) -> list[LoopArguments]:
+        """Returns the arguments of agent loops in all rows: of columns first, then of `extra_info`."""
+        facts = self._row_facts()
+        return [*(f.row_arguments for f in facts), *(f.extra_arguments for f in facts)]
 
     def _interaction_names(self) -> set[str]:
         """Returns the names in `interaction_kwargs`; "" for a row without a name."""
-        return {str(row.get("name") or "") for row in self._extra_info_field("interaction_kwargs")}
+        return {name for arguments in self._loop_arguments() for name in arguments.interactions}
 
     def _template_shows_tools(self, tools: Iterable[BaseTool]) -> bool:
         """Returns whether tools change the prompt that the chat template renders."""

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,16 +17,15 @@ from hone.config import PPOTrainerConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.messages import PromptError, PromptTooLong
-from hone.data.prompts import SINGLE_TURN_AGENT, RowStore
+from hone.data.prompts import SINGLE_TURN_AGENT
 from hone.data.rows import DataError
 from hone.plugins import PluginError
 from hone.rewards.managers.rule import AbstractRewardManager, RuleRewardManager
-from hone.rewards.scorer import is_missing
 from hone.rewards.scores.table import UnknownSourceError
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.rollout.build import ENGINES
 from hone.tracking import atomic_write_text
-from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE, has_model_style
+from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE
 from hone.types import Function, Row
 
 MODEL_STYLE = "reward_model.style=model"
@@ -45,16 +44,16 @@ def check_rows(
     if not isinstance(dataset, RLHFDataset):
         return
     loops = LoopNames(config.actor_rollout_ref.rollout)
-    check_columns(dataset.store, config.data.prompt_key)
-    valid_names: set[str] = set()
-    for position, row in _used_rows(dataset, ("agent_name",)):
-        name = row.get("agent_name")
-        if isinstance(name, str) and name in valid_names:
+    check_columns(dataset, config.data.prompt_key)
+    valid_names: set[str | None] = set()
+    for position, kind in dataset.facts.first_of_each_kind(dataset.positions):
+        if kind.agent_name in valid_names:
             continue
         try:  # a row may name a configured loop, never an import path
-            valid_names.add(loops.name_of_row(name))
+            loops.name_of_row(kind.agent_name)
         except PluginError as error:
             raise DataError(f"{dataset.store.where(position)}: {error}") from error
+        valid_names.add(kind.agent_name)
     check_media(dataset, config, default_loop=loops.default)
     try:
         check_sources(reward_fn, dataset, loops.default, has_model=config.reward_model.enable)
@@ -62,46 +61,34 @@ def check_rows(
         raise UnknownSourceError(f"{error}{hint}") from error
 
 
-def _used_rows(dataset: RLHFDataset, columns: Sequence[str]) -> Iterator[tuple[int, Row]]:
-    """Yields position and columns of each row that the data set uses, in the order of the files."""
-    positions = set(dataset.positions)
-    return (pair for pair in enumerate(dataset.store.scan(columns)) if pair[0] in positions)
-
-
 def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop: str) -> None:
     """Raises an error for rows with images, videos or audio, which built-in engines and loops do not read."""
-    keys = (config.data.image_key, config.data.video_key, config.data.audio_key)
     custom_engine = not ENGINES.is_built_in(config.actor_rollout_ref.rollout.name)
-    for position, row in _used_rows(dataset, (*keys, "agent_name")):
-        media = [key for key in keys if not _is_empty(row.get(key))]
-        custom_loop = not LOOPS.is_built_in(row.get("agent_name") or default_loop)
-        if media and not (custom_engine and custom_loop):
+    for position, kind in dataset.facts.first_of_each_kind(dataset.positions):
+        custom_loop = not LOOPS.is_built_in(kind.agent_name or default_loop)
+        if kind.media is not None and not (custom_engine and custom_loop):
             raise DataError(
-                f"{dataset.store.where(position)}: column {media[0]!r} is not empty, but the built-in "
+                f"{dataset.store.where(position)}: column {kind.media!r} is not empty, but the built-in "
                 "rollout engines and agent loops only read text; remove such rows or the column, or "
                 "configure your own agent loop and rollout engine"
             )
 
 
-def _is_empty(value: object) -> bool:
-    """Returns whether a media column has no entry; rows in memory may have arrays."""
-    return value is None or (isinstance(value, Sized) and len(value) == 0)
-
-
-def check_columns(store: RowStore, prompt_key: str) -> None:
+def check_columns(dataset: RLHFDataset, prompt_key: str) -> None:
     """Raises an error if the data have a column that the training loop writes."""
     parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
     names = [name for name in (*COLUMNS, *parts) if name != prompt_key]
     reserved_columns = [name for name in names if not is_data_column(name)]
-    for file in store.files:
-        for index, row in enumerate(file.scan(reserved_columns)):
-            for name in row:
-                column = declaration(name)
-                assert column is not None
-                raise DataError(
-                    f"{file.where(index)}: column {name!r} is reserved: phase {column.phase!r} writes it "
-                    f"({column.meaning}); rename it in the file, or move it into extra_info"
-                )
+    for file, first_rows in zip(dataset.store.files, dataset.facts.first_rows, strict=True):
+        found = [(first_rows[name], name) for name in reserved_columns if name in first_rows]
+        if found:
+            index, name = min(found, key=lambda item: item[0])
+            column = declaration(name)
+            assert column is not None
+            raise DataError(
+                f"{file.where(index)}: column {name!r} is reserved: phase {column.phase!r} writes it "
+                f"({column.meaning}); rename it in the file, or move it into extra_info"
+            )
 
 
 def check_sources(
@@ -110,24 +97,23 @@ def check_sources(
     """Raises an error if a row of the single-turn agent loop has no scorer."""
     if not isinstance(reward_fn, RuleRewardManager):
         return
-    columns = (reward_fn.reward_fn_key, "reward_model", "agent_name")
-    used_positions = set(dataset.positions)
+    facts = dataset.facts_by_source(reward_fn.reward_fn_key)
+    checked_positions: list[int] = []
 
     def rows() -> Iterator[Row]:
-        for position, row in enumerate(dataset.store.scan(columns)):
-            loop = row.get("agent_name") or default_loop
-            if position not in used_positions or loop != SINGLE_TURN_AGENT:
-                yield {"reward_model": {"style": "model"}}  # no rule scores this row
-                continue
-            if has_model_style(row.get("reward_model")) and reward_fn.uses_table and not has_model:
+        for position, kind in facts.first_of_each_kind(dataset.positions):
+            if (kind.agent_name or default_loop) != SINGLE_TURN_AGENT:
+                continue  # no rule scores this row
+            if kind.has_model_style and reward_fn.uses_table and not has_model:
                 raise DataError(
                     f"{dataset.store.where(position)}: {MODEL_STYLE}, but this run has no reward model; "
                     "use reward_model.enable=true with a reward_model.model.path or "
                     "reward_model.server.url, your own score function, or style rule"
                 )
-            yield row
+            checked_positions.append(position)
+            yield dataset.store[position]
 
-    reward_fn.check_rows(rows(), dataset.store.where)
+    reward_fn.check_rows(rows(), lambda index: dataset.store.where(checked_positions[index]))
 
 
 def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | None) -> bool:
@@ -137,9 +123,10 @@ def routes_by_style(config: PPOTrainerConfig, train: Dataset, val: Dataset | Non
         return False
     datasets = [dataset for dataset in (train, val) if dataset is not None]
     rl_datasets = [dataset for dataset in datasets if isinstance(dataset, RLHFDataset)]
-    rows = (row for dataset in rl_datasets for _, row in _used_rows(dataset, ("reward_model",)))
-    if any(has_model_style(row.get("reward_model")) for row in rows):
-        return True
+    for dataset in rl_datasets:
+        kinds = dataset.facts.first_of_each_kind(dataset.positions)
+        if any(kind.has_model_style for _, kind in kinds):
+            return True
     if model.route_by_style and len(rl_datasets) == len(datasets):
         raise DataError(
             f"reward_model.route_by_style=true, but no row has {MODEL_STYLE}, so the reward model would "
@@ -159,21 +146,14 @@ def try_scorers(
     positions_without_truth: dict[str, list[int]] = {}
     unscorable_positions: list[int] = []
     store, num_rows = dataset.store, 0
-    for position, row in _used_rows(dataset, (source_key, "reward_model", "agent_name")):
-        reward_model = row.get("reward_model") or {}
-        is_single_turn = (row.get("agent_name") or default_loop) == SINGLE_TURN_AGENT
-        source, truth = str(row.get(source_key)), reward_model.get("ground_truth")
-        if (
-            is_single_turn
-            and reward_model.get("style") != "model"
-            and manager.has_scorer_for(source)
-        ):
-            if manager.lacks_ground_truth(source, truth):
+    for position, kind in dataset.facts_by_source(source_key).of_rows(dataset.positions):
+        is_single_turn = (kind.agent_name or default_loop) == SINGLE_TURN_AGENT
+        if is_single_turn and not kind.has_model_style and manager.has_scorer_for(kind.source):
+            if not kind.has_truth and manager.lacks_ground_truth(kind.source, None):
                 unscorable_positions.append(position)
             num_rows += 1
-            has_truth = not is_missing(truth)
-            by_source = candidate_positions if has_truth else positions_without_truth
-            by_source.setdefault(source, []).append(position)
+            by_source = candidate_positions if kind.has_truth else positions_without_truth
+            by_source.setdefault(kind.source, []).append(position)
     for source, positions in positions_without_truth.items():
         # With a reward model, rows without a ground truth are tried only if no row of the source has one.
         if not manager.skips_rows_without_truth:
@@ -260,8 +240,7 @@ def _cache_file(dataset: RLHFDataset) -> Path:
     backend = getattr(tokenizer, "backend_tokenizer", None)
     added_text = ""  # changes with what tool agent loops add to prompts
     if dataset.prompt_builder is not None:
-        names = {row.get("agent_name") for row in dataset.store.scan(("agent_name",))}
-        loop_names = sorted(name for name in names if isinstance(name, str))
+        loop_names = sorted(name for name in dataset.facts.agent_names() if name is not None)
         rows = ({"agent_name": name, dataset.prompt_key: "a"} for name in (None, *loop_names))
         added_text = repr([dataset.prompt_builder(row) for row in rows])
     parts = (

@@ -39,6 +39,26 @@ def test_prompts_are_measured_once_per_data_set(
     assert len(lengths) == 3
 
 
+def test_a_file_is_scanned_once_for_all_checks_and_once_to_count_tokens(
+    task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from hone.data.prompts import FileRows
+
+    scans: list[str] = []
+    scan = FileRows.scan
+
+    def counted(self: FileRows, *columns: Any) -> Any:
+        scans.append(Path(self.path).name)
+        return scan(self, *columns)
+
+    monkeypatch.setattr(FileRows, "scan", counted)
+    data = write_rows(tmp_path / "rows.jsonl", ability=str(tmp_path), agent_name="tool_agent")
+    dry_run(task, tmp_path / "run", data)
+    assert scans == ["rows.jsonl"] * 2
+    dry_run(task, tmp_path / "run", data)  # the lengths are cached
+    assert scans == ["rows.jsonl"] * 3
+
+
 def test_measuring_ends_when_enough_prompts_are_too_long(task: Task, tmp_path: Path) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps(task_row(i % 6, i)) + "\n" for i in range(600)))

@@ -17,8 +17,7 @@ from rewards.scoring_server import ScoringServer, by_length, digits_judge
 from hone.config.reward import RewardModelConfig
 from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
-from hone.data.reading import read_rows
-from hone.data.rows import BadRowPolicy, DataError, write_parquet
+from hone.data.rows import DataError, write_parquet
 from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
@@ -193,13 +192,18 @@ OURS = [
 ]  # fmt: skip
 
 
+def raw_prompts(file: Path, key: str = "prompt") -> RLHFDataset:
+    settings = {"prompt_format": "raw", "prompt_key": key}
+    return RLHFDataset(str(file), character_tokenizer(ALPHABET), settings)
+
+
 @pytest.mark.parametrize("name", OURS)
 def test_a_row_may_not_bring_a_column_that_a_step_writes(tmp_path: Path, name: str) -> None:
     rows = [task_row(0, 0), task_row(1, 1, **{name: None})]
     file = tmp_path / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     with pytest.raises(DataError, match=rf"rows\.jsonl, row 1: column '{name}'.*rename it"):
-        check_columns(read_rows(str(file), BadRowPolicy("raise")), "prompt")
+        check_columns(raw_prompts(file), "prompt")
 
 
 def test_such_a_column_stops_the_run_before_its_first_step(
@@ -225,9 +229,9 @@ def test_what_data_sets_bring_is_not_refused(tmp_path: Path) -> None:
     ]  # fmt: skip
     brought = dict.fromkeys(names)
     write_parquet([task_row(0, 0) | brought], tmp_path / "rows.parquet")
-    check_columns(read_rows(str(tmp_path / "rows.parquet"), BadRowPolicy("raise")), "prompt")
+    check_columns(raw_prompts(tmp_path / "rows.parquet"), "prompt")
     (tmp_path / "own.jsonl").write_text(json.dumps({"prompts": "1+1="}) + "\n")
-    check_columns(read_rows(str(tmp_path / "own.jsonl"), BadRowPolicy("raise")), "prompts")
+    check_columns(raw_prompts(tmp_path / "own.jsonl", "prompts"), "prompts")
 
 
 def test_a_score_at_the_end_of_a_response_that_a_tool_ends_is_not_lost() -> None:
