@@ -21,6 +21,7 @@ ALL = (
     "grpo_step",
     "sft",
     "retriever",
+    "first_step",
 )
 RESULTS = Path(__file__).parent / "results" / "cpu.json"
 
