@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from hone.protocol import DataProto
 
 REWARD_PREFIX = "reward/"
+REWARD_PARTS = ("agent", "rule", "model", "process")
+"""The parts of a score: agent loop, rule, reward model and process reward model."""
 _ALWAYS = "always"
 
 

@@ -24,6 +24,7 @@ LEVELS = {
     "__main__": 6,
     "verl": 6,  # verl's names and programs; only the package's __init__ imports it, to install its finder
     "trainer": 5,
+    "checks": 4,  # below the trainer, which asks them; above the rooms that they ask
     "workers": 4,
     "engine": 3,
     "rollout": 3,
@@ -72,7 +73,15 @@ PRINTING_FILES = {"tracking/console.py", "cli.py"}
 NO_CODE_FROM_TEXT_ROOMS = {"rewards", "agents"}
 HEAVY = ("torch", "ray", "transformers")
 
-MIRRORED_ROOMS = ("trainer/ppo/", "workers/", "weights/", "engine/", "rollout/", "algorithms/")
+MIRRORED_ROOMS = (
+    "trainer/ppo/",
+    "checks/",
+    "workers/",
+    "weights/",
+    "engine/",
+    "rollout/",
+    "algorithms/",
+)
 TESTED_ELSEWHERE = {
     # by the contract of their room, which every engine and strategy is run through
     "engine/contract.py",

@@ -25,7 +25,7 @@ from hone.agents.collate import (
 from hone.algorithms.advantages.estimator import TRAJECTORY_COLUMN, Estimator, Trajectories
 from hone.algorithms.credit import assign_credit
 from hone.algorithms.kl import FixedKLController, apply_kl_penalty
-from hone.columns import REWARD_PREFIX, declaration, require, reward_column, write
+from hone.columns import REWARD_PARTS, REWARD_PREFIX, declaration, require, reward_column, write
 from hone.config import PPOTrainerConfig
 from hone.config.algorithm import AlgorithmConfig
 from hone.config.reward import RewardModelConfig
@@ -46,8 +46,7 @@ from hone.types import Fields, Function, JsonValue
 from hone.workers.reward_model import RewardModelWorker
 
 GROUPS_WITHOUT_SIGNAL = "reward/groups_without_signal"
-AGENT, RULE, MODEL, PROCESS = "agent", "rule", "model", "process"
-"""The names of the parts of a score: agent loop, rule, reward model and process reward model."""
+AGENT, RULE, MODEL, PROCESS = REWARD_PARTS
 
 
 def has_model_style(reward_model: object) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+from hone.checks.row_checks import check_rows, check_sources
 from hone.config import PPOTrainerConfig, replace
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
@@ -12,7 +13,6 @@ from hone.rewards.managers.blank import BlankRewardManager
 from hone.rewards.managers.rule import AbstractRewardManager
 from hone.rewards.scores.table import UnknownSourceError
 from hone.tokenizer import Tokenizer
-from hone.trainer.ppo.row_checks import check_rows, check_sources
 from hone.types import Function
 
 NO_VAL_REWARD_FN = (

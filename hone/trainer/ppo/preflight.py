@@ -13,6 +13,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+from hone.checks.agent_checks import AgentChecks
+from hone.checks.row_checks import PromptLengths, measure_prompts, try_scorers
 from hone.config import PPOTrainerConfig
 from hone.config.block import SchemaBlock
 from hone.config.engine import FSDPConfig, sequence_parallel
@@ -32,7 +34,6 @@ from hone.tokenizer import Tokenizer
 from hone.tracking import progress
 from hone.tracking.tracking import check_trackers
 from hone.trainer.command_line import check_output_folder, user_error_message
-from hone.trainer.ppo.agent_checks import AgentChecks
 from hone.trainer.ppo.checkpoint import EarlierRun
 from hone.trainer.ppo.device_check import device_problem, device_warning
 from hone.trainer.ppo.managers import load_validation_manager
@@ -40,7 +41,6 @@ from hone.trainer.ppo.plan import Plan
 from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ppo.roles import load_external_reward_model
-from hone.trainer.ppo.row_checks import PromptLengths, measure_prompts, try_scorers
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.types import Function, Settings
 

@@ -6,10 +6,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from hone.checks.row_checks import PromptLengths
 from hone.config import PPOTrainerConfig
 from hone.models.facts import FolderFacts
 from hone.trainer.ppo.plan import Plan
-from hone.trainer.ppo.row_checks import PromptLengths
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.trainer.threads import uses_gpu
 

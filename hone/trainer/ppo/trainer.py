@@ -13,6 +13,7 @@ import numpy as np
 from hone.agents.collate import DERIVED_COLUMNS
 from hone.agents.contract import validation_sampling
 from hone.algorithms.kl import get_kl_controller
+from hone.checks.row_checks import routes_by_style
 from hone.columns import add_columns, require, write
 from hone.config import ConfigError, PPOTrainerConfig, config_to_dict
 from hone.config.checks import batch_size_problems
@@ -38,7 +39,6 @@ from hone.trainer.ppo.publisher import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
 from hone.trainer.ppo.rollout_writer import RolloutWriter
-from hone.trainer.ppo.row_checks import routes_by_style
 from hone.trainer.ppo.source import TrajectorySource, mean_over_ranks, traffic_metrics
 from hone.trainer.ppo.validation import run_validation
 from hone.trainer.threads import resolve_threads

@@ -162,7 +162,7 @@ def test_a_retriever_that_does_not_answer_gives_empty_information(
 def test_a_service_that_does_not_answer_is_told_before_training(
     config: Callable[..., Any], tokenizer: Any, retriever: Retriever
 ) -> None:
-    from hone.trainer.ppo.agent_checks import AgentChecks
+    from hone.checks.agent_checks import AgentChecks
 
     def problems(url: str, *overrides: str) -> list[str]:
         settings = config(LOOP, f"retriever.url={url}", *overrides)

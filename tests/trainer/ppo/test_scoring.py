@@ -14,6 +14,7 @@ import torch
 from aiohttp import web
 from rewards.scoring_server import ScoringServer, by_length, digits_judge
 
+from hone.checks.row_checks import check_columns, check_media
 from hone.config.reward import RewardModelConfig
 from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
@@ -22,7 +23,6 @@ from hone.models.tiny import character_tokenizer
 from hone.protocol import DataProto
 from hone.rewards.failures import RewardError
 from hone.trainer.ppo.credit import score
-from hone.trainer.ppo.row_checks import check_columns, check_media
 from hone.trainer.ppo.trainer import PPOTrainer
 from hone.verl.dialect import load_config
 

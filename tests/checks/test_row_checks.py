@@ -9,8 +9,15 @@ from typing import Any
 
 import pytest
 
-from ..runs import Task, task_row
-from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of, write_rows  # noqa: F401
+from tests.trainer.ppo.dry_runs import (  # noqa: F401
+    MULTI_TURN,
+    TOOL_LOOP,
+    dry_run,
+    no_models,
+    problems_of,
+    write_rows,
+)
+from tests.trainer.runs import Task, task_row
 
 
 def test_prompts_are_measured_once_per_data_set(
@@ -70,9 +77,9 @@ def test_measuring_ends_when_enough_prompts_are_too_long(task: Task, tmp_path: P
 
 def test_an_agent_name_is_looked_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
     from hone.agents.loop_names import LoopNames
+    from hone.checks.row_checks import check_rows
     from hone.data.create import create_run_dataset
     from hone.models.tiny import character_tokenizer
-    from hone.trainer.ppo.row_checks import check_rows
     from hone.verl.dialect import load_config
 
     names: list[object] = []

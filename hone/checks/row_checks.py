@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hone.agents.contract import LOOPS
 from hone.agents.loop_names import LoopNames
-from hone.columns import COLUMNS, declaration, is_data_column, reward_column
+from hone.columns import COLUMNS, REWARD_PARTS, declaration, is_data_column, reward_column
 from hone.config import PPOTrainerConfig
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
@@ -25,7 +25,6 @@ from hone.rewards.scores.table import UnknownSourceError
 from hone.rewards.trial import TrialRow, Verdict, try_scorer
 from hone.rollout.build import ENGINES
 from hone.tracking import atomic_write_text
-from hone.trainer.ppo.credit import AGENT, MODEL, PROCESS, RULE
 from hone.types import Function, Row
 
 MODEL_STYLE = "reward_model.style=model"
@@ -76,7 +75,7 @@ def check_media(dataset: RLHFDataset, config: PPOTrainerConfig, *, default_loop:
 
 def check_columns(dataset: RLHFDataset, prompt_key: str) -> None:
     """Raises an error if the data have a column that the training loop writes."""
-    parts = [reward_column(part) for part in (AGENT, RULE, MODEL, PROCESS)]
+    parts = map(reward_column, REWARD_PARTS)
     names = [name for name in (*COLUMNS, *parts) if name != prompt_key]
     reserved_columns = [name for name in names if not is_data_column(name)]
     for file, first_rows in zip(dataset.store.files, dataset.facts.first_rows, strict=True):

@@ -8,8 +8,15 @@ from typing import Any
 
 import pytest
 
-from ..runs import Task, task_row
-from .dry_runs import MULTI_TURN, TOOL_LOOP, dry_run, no_models, problems_of, write_rows  # noqa: F401
+from tests.trainer.ppo.dry_runs import (  # noqa: F401
+    MULTI_TURN,
+    TOOL_LOOP,
+    dry_run,
+    no_models,
+    problems_of,
+    write_rows,
+)
+from tests.trainer.runs import Task, task_row
 
 TOOLS = '''from hone.agents.tools.function_tool import function_tool
 
