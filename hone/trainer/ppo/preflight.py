@@ -10,23 +10,20 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import TypeVar
 
+from hone.checks import Facts
 from hone.checks.agent_checks import AgentChecks
+from hone.checks.model_checks import MODEL_CHECKS, megatron_notes
 from hone.checks.row_checks import PromptLengths, measure_prompts, try_scorers
 from hone.config import PPOTrainerConfig
-from hone.config.block import SchemaBlock
-from hone.config.engine import FSDPConfig, sequence_parallel
 from hone.data.create import create_run_dataset
 from hone.data.dataset import RLHFDataset
 from hone.data.loader import Dataset
 from hone.data.rows import DataError
-from hone.engine.optimizer import optimizer_class
 from hone.errors import UserError
-from hone.models.facts import check_model, classifier_kind, model_facts
+from hone.models.facts import model_facts
 from hone.models.from_config import build_tokenizer
-from hone.models.paths import resolve_model_path
 from hone.rewards import load_reward_manager
 from hone.rewards.managers.rule import AbstractRewardManager
 from hone.rewards.trial import Verdict
@@ -42,7 +39,7 @@ from hone.trainer.ppo.preview import ResourceEstimate, preview_lines
 from hone.trainer.ppo.remote_checkpoints import check_store
 from hone.trainer.ppo.roles import load_external_reward_model
 from hone.trainer.ppo.trainer import PPOTrainer
-from hone.types import Function, Settings
+from hone.types import Function
 
 TRAIN_KEY, VALIDATION_KEY = "data.train_files", "data.val_files"
 T = TypeVar("T")
@@ -178,42 +175,12 @@ class _Preflight:
         return len(self.problems) > count_before
 
     def _check_models(self, plan: Plan | None) -> None:
-        """Checks that each model to load has a supported config and complete weights."""
-        config = self.config
-        paths = [config.actor_rollout_ref.model.path]
-        if plan is not None and plan.needs_critic and config.critic.model.path:
-            paths.append(config.critic.model.path)
-        for path in dict.fromkeys(paths):
-            self._attempt(partial(check_model, path))
-        for layout in _engine_layouts(config, plan):
-            if layout.strategy in ("fsdp", "fsdp2"):
-                self._attempt(layout.check_layout)
-                self._attempt(layout.check_optimizer)
-            elif layout.strategy == "megatron":
-                from hone.engine.megatron import refusals
-
-                megatron = layout.role_config.get(
-                    "megatron", config.actor_rollout_ref.actor.megatron
-                )
-                notes = refusals.overrides_without_effect(megatron)
-                self.warnings += [note for note in notes if note not in self.warnings]
-                check, overrides = refusals.check_role_supported, layout.override_config
-                self._attempt(partial(check, layout.path, overrides, megatron))
-        rollout, model = config.actor_rollout_ref.rollout, config.actor_rollout_ref.model
-        if rollout.name == "native" and (size := rollout.tensor_model_parallel_size) > 1:
-            from hone.rollout.native.sharding import check_sharding
-
-            self._attempt(partial(check_sharding, size, config.rollout_ranks, model))
-        if plan is None or not plan.reward_model or plan.has_reward_server:
-            return
-        reward_model = config.reward_model.model
-        ref_path = reward_model.ref_path if plan.reward_model == "prime" else None
-        is_decoder = plan.reward_model in ("judge", "prime")
-        for path in filter(None, (reward_model.path, ref_path)):
-            self._attempt(partial(check_model, path, is_decoder=is_decoder))
-            if plan.reward_model == "orm" and Path(resolve_model_path(path)).is_dir():
-                trust = reward_model.trust_remote_code
-                self._attempt(partial(classifier_kind, path, trust_remote_code=trust))
+        """Runs the checks of the models to load, none of which loads weights."""
+        facts = Facts(self.config, plan)
+        for check in MODEL_CHECKS:
+            for problem in check(facts):
+                self._attempt(problem.throw)
+        self.warnings += megatron_notes(facts)
 
     def _create_datasets(self, tokenizer: Tokenizer | None) -> dict[str, Dataset]:
         """Creates the data sets, by config key; without a tokenizer, prompts are not filtered by length."""
@@ -317,59 +284,3 @@ class _Preflight:
                 "one prompt, and actor_rollout_ref.rollout.n=1: it trains on raw scores, without a "
                 "baseline, as verl does; use actor_rollout_ref.rollout.n=8, for example"
             )
-
-
-@dataclass(frozen=True)
-class _EngineLayout:
-    """The model and the parallel layout of a training engine, for one role."""
-
-    path: str
-    override_config: Settings
-    strategy: str
-    role_config: SchemaBlock
-    sharding: FSDPConfig
-    ranks: int
-    adapters: bool = False
-
-    def check_layout(self) -> None:
-        """Raises an error if the model or the ranks do not fit the parallel sizes."""
-        sequence_size = sequence_parallel(self.role_config, self.sharding)
-        tensor_size, shard_size = self.sharding.tensor_parallel_size, self.sharding.fsdp_size
-        if sequence_size * tensor_size > 1:
-            from hone.engine.mesh import check_layout
-
-            sizes = {"sequence": sequence_size, "tensor": tensor_size, "shard_size": shard_size}
-            check_layout(self.path, self.ranks, **sizes, adapters=self.adapters)
-
-    def check_optimizer(self) -> None:
-        """Raises an error if the optimizer is not known."""
-        model_config = self.role_config.get("model", {})
-        for block in (self.role_config, model_config):  # PRIME's `optim` is in `model`
-            if (optim := block.get("optim")) is not None:  # the reference has no optimizer
-                optimizer_class(optim)
-
-
-def _engine_layouts(config: PPOTrainerConfig, plan: Plan | None) -> Iterator[_EngineLayout]:
-    """Yields the layout of each training engine of the run; without a plan, only the actor's."""
-    policy, critic, reward = config.actor_rollout_ref, config.critic, config.reward_model
-    actor, ref = policy.actor, policy.ref
-    ranks, uses_lora = config.world_size, policy.model.uses_lora
-    path, override_config = policy.model.path, policy.model.override_config
-    yield _EngineLayout(
-        path, override_config, actor.strategy, actor, actor.fsdp_config, ranks, uses_lora
-    )
-    if plan is None:
-        return
-    if plan.needs_reference and not uses_lora:
-        yield _EngineLayout(path, override_config, ref.strategy, ref, ref.fsdp_config, ranks)
-    if plan.needs_critic:
-        path, override_config = critic.model.path or path, critic.model.override_config
-        sharding, uses_lora = critic.model.fsdp_config, critic.model.lora_rank > 0
-        yield _EngineLayout(
-            path, override_config, critic.strategy, critic, sharding, ranks, uses_lora
-        )
-    if plan.has_reward_engine and reward.model.path:
-        strategy = actor.strategy if plan.reward_model == "prime" else "fsdp2"
-        ranks = sum(config.reward_pool) or ranks
-        override_config, sharding = reward.model.override_config, reward.model.fsdp_config
-        yield _EngineLayout(reward.model.path, override_config, strategy, reward, sharding, ranks)
