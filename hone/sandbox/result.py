@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import TypedDict
 
-from hone.errors import UserError
-
 MAX_TIMEOUT_S = 86_400.0
 MAX_FILES = 200  # one message can carry at most 253 descriptors
 RANGES: dict[str, tuple[float, float]] = {
@@ -26,7 +24,7 @@ RANGES: dict[str, tuple[float, float]] = {
 _CPU_MARGIN_S = 5
 
 
-class SandboxError(UserError, RuntimeError):
+class SandboxError(RuntimeError):
     """The box failed, which is not the fault of the program."""
 
 

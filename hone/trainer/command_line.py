@@ -306,7 +306,11 @@ def write_traceback(error: BaseException, folder: Path | None = None) -> Path | 
 
 def user_error_message(error: BaseException) -> str | None:
     """Returns the message for an error that the user can correct; None for any other error."""
-    if isinstance(error, UserError):
+    from hone.launch import LaunchError
+    from hone.sandbox import SandboxError
+
+    # The rooms of the last two stand alone, so they do not know UserError.
+    if isinstance(error, UserError | LaunchError | SandboxError):
         return _prefix_with_key(str(error), getattr(error, "path", None))
     if (message := storage_error_message(error)) is not None:
         return message
