@@ -33,6 +33,17 @@ _MIN_TEMPERATURE = 1e-5
 """The lowest positive temperature; with a lower one, logits / temperature may overflow."""
 
 
+_NEUTRAL_VALUES: dict[str, tuple[Any, ...]] = {
+    "repetition_penalty": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+    "logit_bias": ({},),
+    "n": (1,),
+    "best_of": (1,),
+}
+"""Sampling parameters of other engines, with the values that ask for nothing."""
+
+
 class StopReason(str, Enum):
     STOP = "stop"
     """An end-of-text token, a stop token or a stop string."""
@@ -96,21 +107,20 @@ class Sampling:
     def from_mapping(params: Settings, *, max_tokens: int, seed: int) -> Sampling:
         """Converts an agent loop's `sampling_params`, which may lower `max_tokens` and replace `seed`.
 
-        `logprobs` and `repetition_penalty=1` are accepted and have no effect. An unknown name raises.
+        `logprobs` and values that ask for nothing (`_NEUTRAL_VALUES`, None) have no effect. Any other unknown
+        name raises.
         """
         field_names = Sampling.__dataclass_fields__
         values: Fields = {"max_tokens": max_tokens, "seed": seed, "temperature": 1.0}
         for name, value in params.items():
             if name == "max_new_tokens":
                 name = "max_tokens"
-            if name == "logprobs" or (name == "repetition_penalty" and value in (None, 1, 1.0)):
+            if name == "logprobs" or value is None or value in _NEUTRAL_VALUES.get(name, ()):
                 continue
             if name not in field_names:
                 raise ValueError(
                     f"sampling_params has no {name!r}; it may have {', '.join(sorted(field_names))}"
                 )
-            if value is None:
-                continue
             values[name] = value
         if values.get("top_k") == 0:
             values["top_k"] = -1

@@ -76,3 +76,17 @@ def test_an_engine_that_decodes_in_drive_is_known_also_behind_a_proxy() -> None:
 
     for engine in (NativeRollout, HFRollout):
         assert is_driven(Proxy(engine)) == is_driven(engine) == (engine is NativeRollout)
+
+
+@pytest.mark.parametrize("nothing", [{}, None, {"logit_bias": {}}, {"logit_bias": None, "n": 1}])
+def test_sampling_parameters_that_ask_for_nothing_have_no_effect(nothing: Any) -> None:
+    plain = Sampling.from_mapping({"top_p": 0.5}, max_tokens=4, seed=1)
+    params = {"top_p": 0.5, "presence_penalty": 0.0, "repetition_penalty": 1.0, **(nothing or {})}
+    assert Sampling.from_mapping(params, max_tokens=4, seed=1) == plain
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "presence_penalty", "n"])
+def test_sampling_parameters_that_ask_for_something_else_are_refused(name: str) -> None:
+    value = {3: 1.0} if name == "logit_bias" else 2
+    with pytest.raises(ValueError, match=f"sampling_params has no '{name}'"):
+        Sampling.from_mapping({name: value}, max_tokens=4, seed=1)
