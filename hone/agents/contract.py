@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from functools import cached_property
 from typing import Any, Generic, TypeVar
@@ -17,13 +17,14 @@ from uuid import uuid4
 
 import torch
 
+from hone.agents.loop_context import LoopContext
 from hone.agents.observations import observation_ids
 from hone.agents.tools.loading import Tool
 from hone.config import PPOTrainerConfig
 from hone.config.data import DataConfig
 from hone.config.rollout import RolloutConfig, SamplingConfig
 from hone.data.messages import Message, PromptError
-from hone.data.prompt_ids import initialize_system_prompt, render_prompt
+from hone.data.prompt_ids import initialize_system_prompt
 from hone.plugins import Table
 from hone.rollout.contract import OnTokens, RolloutEngine, Sampling, StopReason, TokenOutput, ids_of
 from hone.tokenizer import Tokenizer
@@ -202,10 +203,18 @@ def validation_sampling(rollout: RolloutConfig) -> Fields:
     return {**default_sampling(rollout), **filters, "temperature": temperature}
 
 
+_CONTEXT_NAMES = (
+    *("prompt_ids", "response_limit", "request_id"),
+    *("prompt_length", "response_length", "dataset_config"),
+)
+"""The attributes of a loop that its context has; a subclass may use these names for anything."""
+
+
 class AgentLoopBase(ABC):
-    """Base class of agent loops; each trajectory gets a new instance."""
+    """Base class of agent loops; each trajectory gets a new instance. Its names are those of verl."""
 
     _class_initialized = False
+    _hone: LoopContext
 
     def __init__(
         self,
@@ -219,17 +228,14 @@ class AgentLoopBase(ABC):
         **kwargs: JsonValue,
     ) -> None:
         config = _unwrap(trainer_config)
+        self._hone = LoopContext(self)
         self.config = config
         self.rollout_config = config.actor_rollout_ref.rollout
         self.data_config = _unwrap(data_config or dataset_config or config.data)
-        self.dataset_config = self.data_config
         self.dataset_cls = dataset_cls
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
-        self.request_id = uuid4().hex  # the loop runner sets the row's `trajectory_id` instead
-        self.prompt_length: int = self.rollout_config.prompt_length
-        self.response_length: int = self.rollout_config.response_length
         self.loop = asyncio.get_event_loop()
         self.init_class(config=config, tokenizer=tokenizer, processor=processor, **kwargs)
 
@@ -254,25 +260,11 @@ class AgentLoopBase(ABC):
         """The token ids of the system prompt that the chat template adds by itself."""
         return initialize_system_prompt(self.tokenizer, **self.apply_chat_template_kwargs)
 
-    def response_limit(self, prompt_tokens: int) -> int:
-        """Returns the maximum number of response tokens, observations included."""
-        return self.rollout_config.response_limit(prompt_tokens)
-
-    def prompt_ids(self, row: Row, tools: Sequence[Settings] | None = None) -> list[int]:
-        """Returns the prompt's token ids: the row's `prompt_ids`, or with `tools` a new rendering."""
-        ids = row.get("prompt_ids")
-        if ids is not None and not tools:
-            return list(ids)
-        return self._render(row["raw_prompt"], tools)
-
-    def _render(self, prompt: str | list[Message], tools: Sequence[Settings] | None) -> list[int]:
-        return render_prompt(
-            prompt,
-            self.tokenizer,
-            prompt_format=self.data_config.get("prompt_format", "chat"),
-            tools=tools,
-            template_kwargs=self.apply_chat_template_kwargs,
-        )
+    def __getattr__(self, name: str) -> Any:
+        """Returns an attribute of the loop's context; called only for names that the loop lacks."""
+        if name in _CONTEXT_NAMES:
+            return getattr(self._hone, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     async def process_vision_info(self, messages: list[Message]) -> Fields:
         """Returns no media, because rollout engines refuse images and videos."""
@@ -296,7 +288,7 @@ class AgentLoopBase(ABC):
         """
         if images or videos or audios:
             raise PromptError("images, videos and audio are not supported; give text only")
-        ids = self._render(messages, tools)
+        ids = self._hone.render(messages, tools)
         return ids[len(self.system_prompt) :] if remove_system_prompt else ids
 
     async def ct_build_initial_tokens(
@@ -310,7 +302,7 @@ class AgentLoopBase(ABC):
     ) -> list[int]:
         """Returns the ids of `apply_chat_template`, truncated left to `rollout.prompt_length`."""
         ids = await self.apply_chat_template(messages, tools, images, videos, audios=audios)
-        return ids[max(len(ids) - self.prompt_length, 0) :]
+        return ids[max(len(ids) - self._hone.prompt_length, 0) :]
 
     async def ct_merge_context_msg(
         self,
@@ -349,10 +341,6 @@ class AgentLoopBase(ABC):
         merged = MergeResult([*runtime_token_ids, *assistant_token_ids], count)
         return merged, [*response_mask, *[1] * count], log_probs
 
-    def problems(self) -> Iterable[str]:
-        """Returns messages about problems with which this loop would fail; called before training."""
-        return ()
-
     @abstractmethod
     async def run(
         self, sampling_params: Fields, **kwargs: Any
@@ -367,7 +355,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
     """The loop `single_turn_agent`, the default: one prompt and one completion."""
 
     async def run(self, sampling_params: Fields, **kwargs: Any) -> AgentLoopOutput:
-        prompt_ids = self.prompt_ids(kwargs)
+        prompt_ids = self._hone.prompt_ids(kwargs)
         start_time = time.perf_counter()
         output = await self.server_manager.generate(
             kwargs["trajectory_id"], prompt_ids=prompt_ids, sampling_params=sampling_params

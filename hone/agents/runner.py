@@ -340,11 +340,11 @@ class LoopRunner:
             if self._creation_error is not None:  # creating a loop may block for a minute
                 raise self._creation_error
             try:
-                loop = factory(server_manager=manager, **self._loop_arguments)
+                loop: Any = factory(server_manager=manager, **self._loop_arguments)
             except Exception as error:
                 self._creation_error = error
                 raise
-            loop.request_id = row["trajectory_id"]
+            getattr(loop, "_hone", loop).request_id = row["trajectory_id"]
             result: Any = await loop.run(dict(sampling), **row)
             outputs = list(result) if isinstance(result, list | tuple) and result else [result]
             for output in outputs:

@@ -46,8 +46,10 @@ class AgentChecks:
             except Exception as error:  # a user's loop or tool may raise anything
                 yield f"agent loop {name!r} cannot be built: {describe_error_with_location(error)}"
         if self.config.resolved_controller == "local":  # a cluster's workers run on other machines
-            loops = [loop for loop in self.loops.values() if isinstance(loop, AgentLoopBase)]
-            yield from (problem for loop in loops for problem in loop.problems())
+            contexts = [getattr(loop, "_hone", None) for loop in self.loops.values()]
+            yield from (
+                problem for context in contexts if context for problem in context.problems()
+            )
         tool_loops = [loop for loop in self.loops.values() if isinstance(loop, ToolAgentLoop)]
         yield from self._tool_config_problems(tool_loops)
         yield from self._turn_problems(tool_loops)

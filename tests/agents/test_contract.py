@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from hone.agents.contract import AgentLoopOutput, ServerManager
+from hone.agents.contract import AgentLoopBase, AgentLoopOutput, ServerManager
 from hone.rollout.contract import Sampling, StopReason, TokenOutput
 from hone.rollout.scripted import ScriptedRollout
 
@@ -59,3 +59,42 @@ def test_a_request_has_the_priority_of_its_trajectory_unless_it_names_its_own(
     for own in ({}, {"priority": 0}):
         asyncio.run(manager.generate("a", prompt_ids=[3], sampling_params={}, **own))
     assert [request.priority for request in engine.requests] == [4, 0]
+
+
+class BusyLoop(AgentLoopBase):
+    """Uses for itself every name that loops of hone read of their context."""
+
+    prompt_length = property(lambda self: 1)  # type: ignore[assignment]
+    request_id = property(lambda self: "mine")  # type: ignore[assignment]
+    dataset_config = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.problems = ["none of hone's"]
+        self.prompt_ids: list[int] = []
+        self.response_limit, self.response_length, self._render = 3, 4, "text"
+
+    async def run(self, sampling_params: Any, **row: Any) -> AgentLoopOutput:
+        self.prompt_ids = await self.apply_chat_template(row["raw_prompt"])
+        output = await self.server_manager.generate(
+            self.request_id, prompt_ids=self.prompt_ids, sampling_params=sampling_params
+        )
+        ids = output.token_ids
+        return AgentLoopOutput(self.prompt_ids, ids, [1] * len(ids), num_turns=2)
+
+
+def test_a_loop_may_use_any_name_that_verls_base_has_not(
+    runner: Callable[..., Any], rows: Any, tokenizer: Any
+) -> None:
+    loop = f"actor_rollout_ref.rollout.agent.default_agent_loop={__name__}:BusyLoop"
+    batch = runner(ScriptedRollout(["42"], tokenizer=tokenizer), loop).run(rows(["6*7="]))
+    assert tokenizer.decode(batch.batch["responses"][0]).startswith("42")
+
+
+def test_the_base_of_loops_has_only_names_of_verl() -> None:
+    names = {name for name in vars(AgentLoopBase) if not name.startswith("__")}
+    assert names - {"_hone", "_abc_impl"} == {
+        *("_class_initialized", "init_class", "run", "apply_chat_template", "system_prompt"),
+        *("apply_chat_template_kwargs", "process_vision_info", "process_multi_modal_info"),
+        *("ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"),
+    }

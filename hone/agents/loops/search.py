@@ -140,7 +140,11 @@ class SearchConversation:
 class SearchAgentLoop(AgentLoopBase):
     """The loop `search_agent`, which searches with the service of the config `retriever`."""
 
-    def problems(self) -> Iterator[str]:
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._hone.problems = self._service_problems
+
+    def _service_problems(self) -> Iterator[str]:
         """Yields a problem if the token limit leaves no room for passages, or the service is down."""
         limit = self.rollout_config.multi_turn.max_observation_tokens
         tags = tokenise(INFORMATION_START + INFORMATION_END, self.tokenizer)
@@ -161,9 +165,11 @@ class SearchAgentLoop(AgentLoopBase):
 
     async def run(self, sampling_params: Fields, **row: Any) -> AgentLoopOutput:
         multi_turn = self.rollout_config.multi_turn
-        prompt = truncate(self.prompt_ids(row), self.prompt_length, self.data_config.truncation)
+        prompt = truncate(
+            self._hone.prompt_ids(row), self._hone.prompt_length, self.data_config.truncation
+        )
         agent_data = AgentData([], list(prompt), row["trajectory_id"], {})
-        max_tokens_per_turn = sampling_params.get("max_tokens") or self.response_length
+        max_tokens_per_turn = sampling_params.get("max_tokens") or self._hone.response_length
 
         async def generate(prompt_ids: list[int], max_tokens: int) -> TokenOutput:
             sampling = sampling_params | {
@@ -178,7 +184,7 @@ class SearchAgentLoop(AgentLoopBase):
         counts = await SearchConversation(
             self.tokenizer,
             retrieval_client(retriever.url, retriever.topk, retriever.timeout_s, retriever.retries),
-            self.response_limit(len(prompt)),
+            self._hone.response_limit(len(prompt)),
             multi_turn.max_assistant_turns,
             multi_turn.max_observation_tokens,
         ).run(agent_data, generate)

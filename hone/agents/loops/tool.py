@@ -68,6 +68,7 @@ class ToolAgentLoop(AgentLoopBase):
         self.interactions = _load_interactions(multi_turn.interaction_config_path)
         self.parser = ToolParser.get_tool_parser(self.format, self.tokenizer)
         self._has_tool_subset = False
+        self._hone.problems = self._environment_problems
 
     def settings_of_row(
         self, tool_config: Settings | None
@@ -108,7 +109,7 @@ class ToolAgentLoop(AgentLoopBase):
         )
         return {name: self.tools[name] for name in names}, multi_turn, parser
 
-    def problems(self) -> Iterator[str]:
+    def _environment_problems(self) -> Iterator[str]:
         """Yields a problem for each environment that cannot be created."""
         for name, interaction in self.interactions.items():
             if isinstance(interaction, EnvironmentInteraction):
@@ -178,9 +179,9 @@ class ToolAgentLoop(AgentLoopBase):
                 agent_data.prompt_ids, text = render_with_observation(
                     raw_text(prompt) if is_raw else messages,
                     observation,
-                    lambda full_prompt: self._render(full_prompt, template_tools or None),
+                    lambda full_prompt: self._hone.render(full_prompt, template_tools or None),
                     self.tokenizer,
-                    self.prompt_length,
+                    self._hone.prompt_length,
                     self.multi_turn.tool_response_truncate_side,
                 )
                 agent_data.messages.append({"role": "user", "content": text})
@@ -189,10 +190,10 @@ class ToolAgentLoop(AgentLoopBase):
             except (PromptError, BrokenTemplate) as error:  # the observation is third-party text
                 interaction.record_failure("reset", error)
         if prompt is row["raw_prompt"] and not self._has_tool_subset:
-            ids = self.prompt_ids(row, template_tools)
+            ids = self._hone.prompt_ids(row, template_tools)
         else:
-            ids = self._render(prompt, template_tools or None)
-        agent_data.prompt_ids = truncate(ids, self.prompt_length, self.config.data.truncation)
+            ids = self._hone.render(prompt, template_tools or None)
+        agent_data.prompt_ids = truncate(ids, self._hone.prompt_length, self.config.data.truncation)
         return agent_data
 
     async def _run_turns(
@@ -290,7 +291,7 @@ class ToolAgentLoop(AgentLoopBase):
     def _remaining_tokens(self, agent_data: AgentData) -> int:
         response_tokens = len(agent_data.response_mask)
         prompt_tokens = len(agent_data.prompt_ids) - response_tokens
-        return self.response_limit(prompt_tokens) - response_tokens
+        return self._hone.response_limit(prompt_tokens) - response_tokens
 
     def _observation_ids(self, messages: list[Message], text: str, last_id: int) -> Sequence[int]:
         """Returns the ids of tool or user messages after the model turn `text` with last id `last_id`."""
