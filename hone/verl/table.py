@@ -38,7 +38,7 @@ _LOOP_NAMES = {
     "AsyncLLMServerManager": f"{_AGENTS}:ServerManager",
     "LLMServerClient": f"{_AGENTS}:ServerManager",
     **_map("hone.rollout.contract", "TokenOutput"),
-    **_map("hone.agents.loops.tool", "ToolAgentLoop"),
+    **_map("hone.verl.tool_agent_loop", "ToolAgentLoop"),
 }
 _PARSERS = "hone.agents.parsers"
 _PARSER_NAMES = {
@@ -223,9 +223,8 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.tool_agent_loop": {
-        **_map("hone.agents.agent_data", "AgentData"),
-        **_map("hone.verl.agent_state", "AgentState"),
-        **_map("hone.agents.loops.tool", "ToolAgentLoop"),
+        **_map("hone.verl.agent_state", "AgentData AgentState"),
+        **_map("hone.verl.tool_agent_loop", "ToolAgentLoop"),
     },
     "hone.experimental.agent_loop.tool_parser": _PARSER_NAMES,
     "hone.experimental.agent_loop.utils": _map(f"{_DATA}.files", "resolve_config_path"),

@@ -26,11 +26,19 @@ logger = logging.getLogger(__name__)
 class InteractionSession:
     """Calls one trajectory's interaction; after a failure, only its `finalize_interaction`."""
 
-    def __init__(self, interaction: BaseInteraction, kwargs: Settings, timeout_s: float) -> None:
+    def __init__(
+        self,
+        interaction: BaseInteraction,
+        kwargs: Settings,
+        timeout_s: float,
+        *,
+        instance_id: str | None = None,
+    ) -> None:
+        """With `instance_id`, the interaction has already been started."""
         self._interaction = interaction
         self._interaction_kwargs = dict(kwargs)
         self._timeout_s = timeout_s
-        self._instance_id: str | None = None
+        self._instance_id = instance_id
         self.turn_scores: list[float] = []
         self.timeouts: list[str] = []
         self.failures = 0

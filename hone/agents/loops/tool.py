@@ -51,12 +51,15 @@ class ToolAgentLoop(AgentLoopBase):
     default_format: str | None = None
     """The parser name that a subclass uses instead of `multi_turn.format`."""
 
+    runs_states = False
+    """Whether the class runs verl's states."""
+
     def __init_subclass__(cls) -> None:
         overrides = sorted(name for name in vars(cls) if name.startswith("_handle_"))
-        if overrides:
+        if overrides and not cls.runs_states:
             raise TypeError(
-                f"{cls.__name__} overrides {overrides[0]}, a method of verl's tool loop that hone "
-                "does not call; override run, or derive from AgentLoopBase"
+                f"{cls.__name__} overrides {overrides[0]}, a state of verl's tool loop, which this class "
+                "does not have; import ToolAgentLoop from hone.experimental.agent_loop.tool_agent_loop"
             )
 
     def __init__(self, *arguments: Any, **options: Any) -> None:
@@ -225,7 +228,7 @@ class ToolAgentLoop(AgentLoopBase):
                 start_time = time.perf_counter()
                 answers = await tool_session.run_calls(calls)
                 agent_data.seconds["tools"] += time.perf_counter() - start_time
-                new_messages = list(map(_tool_message, calls, answers))
+                new_messages = list(map(tool_message, calls, answers))
             elif interaction is not None:
                 num_scores = len(interaction.turn_scores)
                 reply = await interaction.reply(agent_data.messages, deadline - time.monotonic())
@@ -368,7 +371,7 @@ def _add_instructions(prompt: str | list[Message], text: str) -> str | list[Mess
     return messages
 
 
-def _tool_message(call: ToolCall, answer: str) -> Message:
+def tool_message(call: ToolCall, answer: str) -> Message:
     """Returns the message with a tool's answer; a malformed call may have no name and no id."""
     message: Message = {"role": "tool", "content": answer}
     if call.name:

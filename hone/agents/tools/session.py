@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Answer:
+class CallAnswer:
     """The answer to a call: the tool's answer, or an error message."""
 
     text: str
@@ -65,7 +65,14 @@ class ToolSession:
         self._num_calls = 0
 
     async def run_calls(self, calls: Sequence[ToolCall]) -> list[str]:
-        """Runs the calls of one turn concurrently, and returns one answer text per call."""
+        """Runs and records the calls of one turn, and returns one answer text per call."""
+        answers = await self.answer_calls(calls)
+        for call, answer in zip(calls, answers, strict=True):
+            self.record(call, answer)
+        return [answer.text for answer in answers]
+
+    async def answer_calls(self, calls: Sequence[ToolCall]) -> list[CallAnswer]:
+        """Runs the calls of one turn concurrently, and counts the failures."""
         calls = [_clean_call(call) for call in calls]
         errors = [self._refusal(index, call) for index, call in enumerate(calls)]
         for index, call in enumerate(calls):
@@ -75,24 +82,27 @@ class ToolSession:
         answers = await asyncio.gather(
             *(self._attempt(call.name, self._execute(call, error)) for call, error in pairs)
         )
-        # Calls are recorded in call order, because they end in any order.
         for call, answer in zip(calls, answers, strict=True):
             self._count_failure(call.name, answer)
-            if answer.reward is not None:
-                self.agent_data.tool_rewards.append(answer.reward)
-                self.agent_data.add_reward(call.name, answer.reward)
-            self.outputs.append(
-                {
-                    "name": call.name,
-                    "arguments": dict(call.arguments),
-                    "text": answer.text,
-                    "reward": answer.reward,
-                    "metrics": clean_values(answer.metrics),
-                }
-            )
-        return [answer.text for answer in answers]
+        return answers
 
-    def _refusal(self, index: int, call: ToolCall) -> _Answer | None:
+    def record(self, call: ToolCall, answer: CallAnswer) -> None:
+        """Adds an answer to the outputs, and its reward to the trajectory."""
+        call = _clean_call(call)
+        if answer.reward is not None:
+            self.agent_data.tool_rewards.append(answer.reward)
+            self.agent_data.add_reward(call.name, answer.reward)
+        self.outputs.append(
+            {
+                "name": call.name,
+                "arguments": dict(call.arguments),
+                "text": answer.text,
+                "reward": answer.reward,
+                "metrics": clean_values(answer.metrics),
+            }
+        )
+
+    def _refusal(self, index: int, call: ToolCall) -> CallAnswer | None:
         """Returns an error answer if the call is refused, else None; counts calls within the limits."""
         if index >= self.max_calls_per_turn:
             return self._error(f"not run: at most {self.max_calls_per_turn} tool calls per turn")
@@ -112,7 +122,7 @@ class ToolSession:
             return self._error(f"{call.name} needs {', '.join(missing_names)}")
         return None
 
-    async def _create_state(self, name: str) -> _Answer | None:
+    async def _create_state(self, name: str) -> CallAnswer | None:
         """Creates a tool's state; returns an error answer on failure, else None."""
         tool = self.tools[name]
         if name in self._instances or isinstance(tool, FunctionTool):
@@ -128,12 +138,12 @@ class ToolSession:
             return result[0] if isinstance(result, tuple) else result
 
         instance_id = await self._attempt(name, create())
-        if isinstance(instance_id, _Answer):
+        if isinstance(instance_id, CallAnswer):
             return instance_id
         self._instances[name] = tool, instance_id
         return None
 
-    async def _execute(self, call: ToolCall, error: _Answer | None) -> _Answer:
+    async def _execute(self, call: ToolCall, error: CallAnswer | None) -> CallAnswer:
         """Runs a call and returns the answer; returns `error` instead if the call has an error."""
         if error is not None:
             return error
@@ -149,9 +159,9 @@ class ToolSession:
         response, reward, metrics = result
         if response.image or response.video:
             raise ToolError("images and video are not supported; return text only")
-        return _Answer(self.truncate(response_text(response)), reward, metrics)
+        return CallAnswer(self.truncate(response_text(response)), reward, metrics)
 
-    async def _attempt(self, name: str, coroutine: Coroutine[None, None, T]) -> T | _Answer:
+    async def _attempt(self, name: str, coroutine: Coroutine[None, None, T]) -> T | CallAnswer:
         """Returns the result of a tool's method, or an error answer after an error or a timeout."""
         has_timed_out = False
         try:
@@ -163,9 +173,9 @@ class ToolSession:
         logger.warning("tool %s", message)
         return self._error(message, has_timed_out)
 
-    def _error(self, message: str, has_timed_out: bool = False) -> _Answer:
+    def _error(self, message: str, has_timed_out: bool = False) -> CallAnswer:
         text = self.truncate(clean_text(f"Error: {message}"))
-        return _Answer(text, is_error=True, has_timed_out=has_timed_out)
+        return CallAnswer(text, is_error=True, has_timed_out=has_timed_out)
 
     def _kwargs_of(self, name: str, key: str) -> Settings:
         return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
@@ -176,7 +186,7 @@ class ToolSession:
         for name, (tool, instance_id) in self._instances.items():
             score = await self._attempt(name, self._score(tool, name, instance_id))
             self._count_failure(name, score)
-            scores[name] = 0.0 if isinstance(score, _Answer) else score
+            scores[name] = 0.0 if isinstance(score, CallAnswer) else score
         return scores
 
     async def _score(self, tool: BaseTool, name: str, instance_id: str) -> float:
@@ -197,9 +207,9 @@ class ToolSession:
             result = await self._attempt(name, release_tool(tool, name, instance_id))
             self._count_failure(name, result)
 
-    def _count_failure(self, name: str, result: _Answer | float | None) -> None:
+    def _count_failure(self, name: str, result: CallAnswer | float | None) -> None:
         """Counts the result of a tool's method if the result is an error answer."""
-        if isinstance(result, _Answer):
+        if isinstance(result, CallAnswer):
             self.failures += result.is_error
             if result.has_timed_out:
                 self.timeouts.append(name)
