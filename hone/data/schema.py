@@ -110,7 +110,8 @@ def _type_problems(row: Row) -> Iterator[Problem]:
         tools_kwargs = fields.get("tools_kwargs")
         if isinstance(tools_kwargs, Mapping):
             for tool, kwargs in tools_kwargs.items():
-                values[f"{prefix}tools_kwargs.{tool}"] = kwargs
+                if not isinstance(kwargs, str):  # a tool loop of the user's may read a text
+                    values[f"{prefix}tools_kwargs.{tool}"] = kwargs
     for path, value in values.items():
         actual_type = json_type(value)
         if actual_type not in ("object", "null"):

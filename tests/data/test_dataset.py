@@ -222,6 +222,11 @@ def test_arguments_of_tools_that_a_row_does_not_name_are_dropped(
     assert data[1]["tools_kwargs"] == {"b": {"x": 1}}
 
 
+def test_arguments_of_a_tool_may_be_a_text(tokenizer: Any, config: Any) -> None:
+    rows = [{"prompt": "a", "extra_info": {"tools_kwargs": {"mine": "a text"}}}]
+    assert RLHFDataset(rows, tokenizer, config())[0]["tools_kwargs"] == {"mine": "a text"}
+
+
 def test_the_error_of_a_row_without_a_prompt_names_its_columns(
     tokenizer: Any, config: Any, write_jsonl: Callable[..., str]
 ) -> None:

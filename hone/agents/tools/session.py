@@ -178,7 +178,10 @@ class ToolSession:
         return CallAnswer(text, is_error=True, has_timed_out=has_timed_out)
 
     def _kwargs_of(self, name: str, key: str) -> Settings:
-        return (self.agent_data.tools_kwargs.get(name) or {}).get(key) or {}
+        kwargs = self.agent_data.tools_kwargs.get(name) or {}
+        if isinstance(kwargs, str):
+            raise ToolError(f"the row's tools_kwargs.{name} is a text; give an object with {key}")
+        return kwargs.get(key) or {}
 
     async def scores(self) -> dict[str, float]:
         """Returns the score of each used tool; a tool that fails scores 0 and counts as a failure."""

@@ -90,6 +90,13 @@ def test_calls_of_a_turn_run_together_and_are_kept_in_their_order() -> None:
     assert len(tool.alive) == 1  # one state a trajectory, not one a call
 
 
+def test_arguments_that_are_a_text_are_an_error_that_the_model_reads() -> None:
+    session = make_session(Echo(), {"echo": "a text"}, truncate=lambda text: text)
+    (answer,) = asyncio.run(session.run_calls([echo("hi")]))
+    assert "tools_kwargs.echo is a text; give an object with create_kwargs" in answer
+    assert session.failures == 1
+
+
 def test_the_rows_arguments_reach_create_and_execute() -> None:
     tool = Echo()
     kwargs = {"echo": {"create_kwargs": {"truth": 7}, "execute_kwargs": {"suffix": "!"}}}
