@@ -27,7 +27,7 @@ WHOLE_MODULES: dict[str, str] = {
     "hone.utils.reward_score.math_batch": f"{_SCORES}.math_reward",
     "hone.utils.reward_score.search_r1_like_qa_em": f"{_SCORES}.qa_em",
     "hone.utils.reward_score.multiply": f"{_SCORES}.arithmetic",
-    **_same_names("hone.workers.reward_manager", _MANAGERS, "batch prime dapo blank registry"),
+    **_same_names("hone.workers.reward_manager", _MANAGERS, "batch prime dapo blank"),
     "hone.workers.reward_manager.abstract": f"{_MANAGERS}.rule",
     "hone.workers.reward_manager.naive": f"{_MANAGERS}.rule",
     "hone.trainer.ppo.reward": "hone.verl.reward",
@@ -69,7 +69,10 @@ WHOLE_MODULES: dict[str, str] = {
 EXTENDED_MODULES: dict[str, dict[str, str]] = {
     "hone.trainer.main_ppo": {
         name: f"hone.verl.ray_trainer:{name}"
-        for name in ("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo")
+        for name in (
+            *("TaskRunner", "create_rl_dataset", "create_rl_sampler", "run_ppo", "validate_config"),
+            *("need_critic", "need_reference_policy", "get_ppo_ray_runtime_env"),
+        )
     },
 }
 """Maps each path that is also a module of ours to the names that verl has there in addition."""

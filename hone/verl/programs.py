@@ -104,6 +104,8 @@ ABSENT_NAMES: dict[str, dict[str, str]] = {
     "hone.experimental.reward_loop.reward_model": _REWARD_ACTORS,
     "hone.utils.dataset": _RM_DATASET,
     "hone.utils.dataset.rm_dataset": _RM_DATASET,
+    "hone.utils.dataset.rl_dataset": _unsupported(_MEDIA_MESSAGE, "process_image process_video"),
+    "hone.workers.rollout.async_server": _unsupported(_SERVER_MESSAGE, "AsyncServerBase"),
     "hone.utils.dataset.vision_utils": _unsupported(_MEDIA_MESSAGE, "process_image process_video"),
     "hone.utils.flops_counter": _unsupported(_FLOPS_MESSAGE, "FlopsCounter get_device_flops"),
     "hone.utils.checkpoint.checkpoint_manager": _unsupported(

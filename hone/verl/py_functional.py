@@ -6,8 +6,10 @@ In verl, they are in `utils.py_functional`, `utils.net_utils`, `utils.import_uti
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import importlib.util
+import inspect
 import ipaddress
 import multiprocessing
 import os
@@ -20,6 +22,7 @@ from typing import Any, ParamSpec, TypeVar
 
 import typing_extensions
 
+from hone.event_loop import run_coroutine
 from hone.plugins import load_object
 from hone.types import Fields, Function, JsonValue, Settings
 
@@ -212,3 +215,18 @@ is_sglang_available = functools.partial(_is_installed, "sglang")
 is_megatron_core_available = functools.partial(_is_installed, "megatron")
 is_trl_available = functools.partial(_is_installed, "trl")
 is_nvtx_available = functools.partial(_is_installed, "nvtx")
+
+
+def auto_await(function: Function) -> Function:
+    """Makes an async function callable without `await` where no event loop runs."""
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        result = function(*arguments, **options)
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            return run_coroutine(result) if inspect.iscoroutine(result) else result
+        return result
+
+    return call

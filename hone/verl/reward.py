@@ -7,12 +7,16 @@ from typing import Any
 import torch
 
 from hone.config.trees import PPOTrainerConfig
+from hone.plugins import TableView
 from hone.protocol import DataProto
 from hone.rewards.loading import compute_reward as compute_reward
 from hone.rewards.loading import get_custom_reward_fn as get_custom_reward_fn
 from hone.rewards.loading import load_reward_manager as load_reward_manager
+from hone.rewards.managers.registry import MANAGERS
 from hone.tokenizer import Tokenizer
 from hone.types import Fields, Function
+
+REWARD_MANAGER_REGISTRY = TableView(MANAGERS)
 
 
 def extract_reward(batch: DataProto) -> tuple[torch.Tensor, Fields]:

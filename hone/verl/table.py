@@ -28,6 +28,7 @@ _MANAGER_NAMES = {
     **_map(f"{_MANAGERS}.prime", "PrimeRewardManager"),
     **_map(f"{_MANAGERS}.dapo", "DAPORewardManager"),
     **_map(f"{_MANAGERS}.registry", "register get_reward_manager_cls"),
+    **_map("hone.verl.reward", "REWARD_MANAGER_REGISTRY"),
 }
 _LOOP_NAMES = {
     **_map(
@@ -216,9 +217,14 @@ NAMES: dict[str, dict[str, str]] = {
         ("default_compute_score", "_default_compute_score"), "hone.rewards:default_compute_score"
     ),
     "hone.workers.reward_manager": _MANAGER_NAMES,
+    "hone.workers.reward_manager.registry": {
+        name: _MANAGER_NAMES[name]
+        for name in ("REWARD_MANAGER_REGISTRY", "register", "get_reward_manager_cls")
+    },
     "hone.workers.fsdp_workers": _WORKER_NAMES,
     "hone.workers.megatron_workers": _WORKER_NAMES,
     "hone.workers.engine_workers": _WORKER_NAMES,
+    "hone.workers.rollout.async_server": {"AsyncLLMServerManager": f"{_AGENTS}:ServerManager"},
     "hone.workers.rollout.llm_server": {"LLMServerClient": f"{_AGENTS}:ServerManager"},
     "hone.experimental.agent_loop": _LOOP_NAMES,
     "hone.experimental.agent_loop.agent_loop": _LOOP_NAMES,
@@ -302,6 +308,7 @@ NAMES: dict[str, dict[str, str]] = {
     "hone.utils.ray_utils": {
         **_map(f"{_CONTROLLER}.ray", "parallel_put"),
         **_map("hone.event_loop", "get_event_loop"),
+        **_map("hone.verl.py_functional", "auto_await"),
     },
     "hone.utils.dataset": _DATASET_NAMES,
     "hone.utils.dataset.rl_dataset": _DATASET_NAMES,

@@ -41,6 +41,14 @@ WRITTEN_BY_USERS = [
     "from verl.tools.schemas import OpenAIFunctionParametersSchema, OpenAIFunctionPropertySchema",
     "from verl.experimental.agent_loop.tool_agent_loop import ToolAgentLoop",
     "from verl.experimental.agent_loop.tool_parser import ToolParser",
+    "from verl.workers.reward_manager.registry import REWARD_MANAGER_REGISTRY, register",
+    "from verl.workers.reward_manager import REWARD_MANAGER_REGISTRY, get_reward_manager_cls",
+    "from verl.experimental.reward_loop import get_reward_manager_cls",
+    "from verl.trainer.main_ppo import need_critic, need_reference_policy, validate_config",
+    "from verl.trainer.main_ppo import get_ppo_ray_runtime_env",
+    "from verl.utils.dataset.rl_dataset import process_image",
+    "from verl.utils.ray_utils import auto_await",
+    "from verl.workers.rollout.async_server import AsyncLLMServerManager, AsyncServerBase",
     "from verl.workers.fsdp_workers import ProcessRewardModelWorker",
     "from verl.trainer.ppo.core_algos import register_adv_est, register_policy_loss, agg_loss",
     "from verl.trainer.ppo.core_algos import kl_penalty, compute_value_loss, AdaptiveKLController",
@@ -347,3 +355,18 @@ def test_a_registry_that_is_replaced_is_what_names_are_looked_up_in() -> None:
 def test_a_module_of_the_table_is_pickled_by_name() -> None:
     module = importlib.import_module("hone.trainer.ppo.core_algos")
     assert pickle.loads(pickle.dumps(module)) is module
+
+
+def test_a_manager_in_verls_table_of_managers_is_found_by_its_name() -> None:
+    from hone.workers.reward_manager.registry import (  # type: ignore[import-not-found]
+        REWARD_MANAGER_REGISTRY,
+    )
+
+    from hone.rewards.managers.registry import get_reward_manager_cls
+
+    naive = REWARD_MANAGER_REGISTRY["naive"]
+    REWARD_MANAGER_REGISTRY["mine"] = naive
+    try:
+        assert get_reward_manager_cls("mine") is naive
+    finally:
+        del REWARD_MANAGER_REGISTRY["mine"]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import time
 from collections import OrderedDict
+from typing import Any
 
 import pytest
 from omegaconf import OmegaConf
@@ -115,3 +117,16 @@ def test_a_class_is_loaded_by_its_dotted_name() -> None:
     assert F.load_class_from_fqn("collections.OrderedDict") is OrderedDict
     with pytest.raises(ValueError, match="agent loop 'OrderedDict' is not a dotted name"):
         F.load_class_from_fqn("OrderedDict", "agent loop")
+
+
+def test_an_async_function_can_be_called_without_await_where_no_loop_runs() -> None:
+    from hone.utils.ray_utils import auto_await  # type: ignore[import-not-found]
+
+    @auto_await  # type: ignore[untyped-decorator]
+    async def double(number: int) -> int:
+        return 2 * number
+
+    async def awaits() -> Any:
+        return await double(4)
+
+    assert (double(3), asyncio.run(awaits())) == (6, 8)
