@@ -301,8 +301,8 @@ class LoopRunner:
             _cancel(groups)
             # A cancelled task ends within its grace period.
             await asyncio.gather(*tasks, return_exceptions=True)
-        for task in done:
-            if not task.cancelled():
+        for task in tasks:  # `done` has no order
+            if task in done and not task.cancelled():
                 task.result()
         late_uids = [uid for task, uid in tasks.items() if task in late]
         if late_uids:
