@@ -194,6 +194,8 @@ class Traits:
     """A request gets the same tokens alone and in any batch."""
     untruncated_log_probs: bool = True
     """Log-probs are computed before top-k, top-p and min-p, even if a request sets them."""
+    log_probs_of_weights: bool = True
+    """Log-probs are computed from the loaded weights; the publish probe skips engines that invent them."""
     pause_keeps_requests: bool = True
     """`pause(keep=True)` keeps running requests."""
     orders_by_priority: bool = True

@@ -41,7 +41,7 @@ class ScriptedRollout(StreamingEngine):
     """A `RolloutEngine` that reads its answers from a script."""
 
     name = "scripted"
-    traits = Traits(uses_policy_module=False, honors_seeds=False)
+    traits = Traits(uses_policy_module=False, honors_seeds=False, log_probs_of_weights=False)
 
     def __init__(
         self,

@@ -213,9 +213,12 @@ class ActorRolloutRefWorker(Worker):
 
     save_checkpoint = _delegate("actor", ActorWorker.save_checkpoint)
     version = _delegate("actor", ActorWorker.version)
+    dtype = _delegate("actor", ActorWorker.dtype)
+    token_log_probs = _delegate("actor", ActorWorker.token_log_probs)
     submit = _delegate("rollout", RolloutWorker.submit)
     pop_finished_groups = _delegate("rollout", RolloutWorker.pop_finished_groups)
     abort = _delegate("rollout", RolloutWorker.abort)
+    probe = _delegate("rollout", RolloutWorker.probe)
     weight_transfer = _delegate("rollout", RolloutWorker.weight_transfer)
     switch_to_actor_weights = _delegate("rollout", RolloutWorker.switch_to_actor_weights)
 

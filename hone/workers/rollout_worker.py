@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import _get_default_store
 
 from hone.agents.groups import FinishedGroup, GroupRequest
+from hone.agents.loop_thread import run_with_engine
 from hone.agents.runner import LoopRunner
 from hone.config import PPOTrainerConfig
 from hone.controller import Dispatch, Worker, register
@@ -30,7 +31,7 @@ from hone.models.from_config import build_tokenizer
 from hone.models.load import eos_ids
 from hone.models.policy import PolicyModel
 from hone.rollout.build import build_rollout, check_exact_mode
-from hone.rollout.contract import RolloutSpec
+from hone.rollout.contract import RolloutSpec, Sampling, TokenOutput
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, receive
 from hone.workers.actor import ActorWorker, Roofline
@@ -211,25 +212,10 @@ class RolloutWorker(Worker):
                 return shared_count.is_reached(num_ready)
             return n_groups is not None and num_ready >= n_groups
 
-        with ExitStack() as stack:
-            address_version = 0  # an engine with its own weights needs no lease
-            if self.engine.traits.uses_policy_module:  # all ranks enter together
-                address_version = stack.enter_context(self._lease_policy()).address_version
-            if address_version != self._lease_address_version:
-                run_coroutine(self.engine.wake_up())
-                self._lease_address_version = address_version
-            if self._is_paused_outside_lease:
-                run_coroutine(self.engine.resume())
-                self._is_paused_outside_lease = False
-            if shared_count is not None:
-                stack.enter_context(shared_count.watched(runner.notify))
+        watched = nullcontext() if shared_count is None else shared_count.watched(runner.notify)
+        with self._serving(), watched:
             runner.run_until(is_enough)
             is_enough()  # tells the other ranks what has finished last
-            traits = self.engine.traits
-            is_pausable = traits.uses_policy_module and traits.pause_keeps_requests
-            if is_pausable and runner.pending_numbers():
-                run_coroutine(self.engine.pause(keep=True))
-                self._is_paused_outside_lease = True
         groups = runner.pop_finished(n_groups if shared_count is None else None, numbers=numbers)
         frees_cache = self.config.actor_rollout_ref.rollout.free_cache_engine
         if frees_cache and not runner.pending_numbers():
@@ -247,6 +233,51 @@ class RolloutWorker(Worker):
         max_num_seqs = self.config.actor_rollout_ref.rollout.max_num_seqs
         mbu = self._roofline.mbu(prompt_lengths, response_lengths, max_num_seqs, seconds)
         return {"perf/mbu": mbu}
+
+    @contextmanager
+    def _serving(self) -> Iterator[None]:
+        """Lends the parameters to the engine, which may decode in the block; kept requests wait outside."""
+        traits = self.engine.traits
+        with ExitStack() as stack:
+            address_version = 0  # an engine with its own weights needs no lease
+            if traits.uses_policy_module:  # all ranks enter together
+                address_version = stack.enter_context(self._lease_policy()).address_version
+            if address_version != self._lease_address_version:
+                run_coroutine(self.engine.wake_up())
+                self._lease_address_version = address_version
+            if self._is_paused_outside_lease:
+                run_coroutine(self.engine.resume())
+                self._is_paused_outside_lease = False
+            yield
+            is_pausable = traits.uses_policy_module and traits.pause_keeps_requests
+            if is_pausable and self.runner.pending_numbers():
+                run_coroutine(self.engine.pause(keep=True))
+                self._is_paused_outside_lease = True
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def probe(self, prompt_ids: Sequence[int], sampling: Sampling) -> TokenOutput | None:
+        """Returns the engine's response to a prompt, outside the agent loops.
+
+        Returns None on a rank that follows a leader, and if the log-probs are not those of the weights.
+        """
+        if not self.engine.traits.log_probs_of_weights:
+            return None
+        if not self.is_leader:
+            if self.actor is not None:
+                self.runner.run_until(lambda: True)  # until the leader calls `release`
+            return None
+        response = self.engine.generate(prompt_ids, sampling, "publish-probe", priority=-1)
+        if self.actor is None:  # another thread drives the engine
+            return run_coroutine(response)
+        try:
+            with self._serving():
+                return run_with_engine(self.engine, response)
+        finally:
+            if self._tensor_parallel_size > 1:
+                from hone.rollout.native.leader import LeaderRollout
+
+                assert isinstance(self.engine, LeaderRollout)
+                self.engine.release()
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def abort(self, numbers: Collection[int] | None = None) -> None:

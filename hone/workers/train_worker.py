@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,6 +20,7 @@ from hone.controller import Dispatch, Worker, register
 from hone.controller.contract import DEFAULT_MESH
 from hone.engine.build import build_strategy
 from hone.engine.contract import EngineSpec, TrainEngine
+from hone.protocol import DataProto
 from hone.tracking.manifest import FolderNotShared
 from hone.weights.contract import StreamAddress
 from hone.weights.streamed import Location, Sender, open_sender, send
@@ -80,6 +81,25 @@ class TrainWorker(Worker):
     def location(self) -> Location:
         """Returns the machine, device and address of this process, which decide the transport."""
         return Location.of_this_process(self.engine.device, self.get_master_addr_port()[0])
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def token_log_probs(
+        self, prompt_ids: Sequence[int], response_ids: Sequence[int]
+    ) -> list[float]:
+        """Returns a policy's log-probs of a response at temperature 1; every rank computes the same row."""
+        ids = torch.tensor([[*prompt_ids, *response_ids]])
+        prompts, responses = ids.split([len(prompt_ids), len(response_ids)], dim=1)
+        columns = {"prompts": prompts, "responses": responses, "input_ids": ids}
+        columns |= {"attention_mask": torch.ones_like(ids)}
+        columns |= {"response_mask": torch.ones_like(responses)}
+        outputs = self.engine.infer(DataProto.from_dict(columns), temperature=1.0)
+        log_probs: list[float] = outputs["log_probs"][0].tolist()
+        return log_probs
+
+    @register(dispatch_mode=Dispatch.RANK_ZERO)
+    def dtype(self) -> torch.dtype:
+        """Returns the dtype of parameters and computation."""
+        return self.engine.model_facts.dtype
 
     @register(dispatch_mode=Dispatch.RANK_ZERO)
     def offer_weights(self, transport: str, receivers: int) -> StreamAddress:

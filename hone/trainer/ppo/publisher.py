@@ -7,6 +7,7 @@ import torch
 from hone.config.rollout import CheckpointEngineConfig
 from hone.controller import WorkerGroup
 from hone.protocol import DataProto
+from hone.trainer.ppo.publish_probe import PublishProbe
 from hone.trainer.ppo.source import mean_max_min
 from hone.weights.streamed import choose_transport
 from hone.workers.actor import ActorWorker
@@ -21,8 +22,9 @@ class Publisher:
         actor: WorkerGroup[ActorWorker],
         rollout: WorkerGroup[RolloutWorker],
         config: CheckpointEngineConfig,
+        probe: PublishProbe | None = None,
     ) -> None:
-        self._actor, self._rollout = actor, rollout
+        self._actor, self._rollout, self._probe = actor, rollout, probe
         self.weight_transfer = rollout.call(RolloutWorker.weight_transfer)
         self.published = 0
         """How often new weights were published; staleness counts these publications."""
@@ -36,7 +38,7 @@ class Publisher:
             self._transport = choose_transport(sender, receivers, config.backend)
 
     def publish(self) -> dict[str, float]:
-        """Sends the new weights, and returns the number of bytes sent as a metric."""
+        """Sends the new weights; returns the number of bytes sent, and the metrics of the probe."""
         actor, rollout, receivers = self._actor, self._rollout, 1
         version = actor.call(ActorWorker.version)
         if self.weight_transfer == "streamed":
@@ -57,7 +59,8 @@ class Publisher:
         if version not in self._publish_number_of_version:
             self.published += 1
             self._publish_number_of_version[version] = self.published
-        return {"perf/weight_bytes": float(num_bytes)}
+        metrics = {"perf/weight_bytes": float(num_bytes)}
+        return metrics if self._probe is None else metrics | self._probe.after_publish(version)
 
     def staleness(self, batch: DataProto) -> dict[str, float]:
         """Returns metrics of the staleness and the span of each trajectory.

@@ -35,6 +35,7 @@ from hone.trainer.ppo.managers import load_managers
 from hone.trainer.ppo.memory import freeze_garbage_collection
 from hone.trainer.ppo.plan import Plan, set_schedule_lengths
 from hone.trainer.ppo.profiling import StepProfiler
+from hone.trainer.ppo.publish_probe import PublishProbe
 from hone.trainer.ppo.publisher import Publisher
 from hone.trainer.ppo.response_metrics import response_metrics
 from hone.trainer.ppo.restarts import graceful_stop
@@ -126,7 +127,8 @@ class PPOTrainer:
             phase=self.phase,
             needs_greedy_baselines=self.plan.needs_greedy_baselines,
         )
-        self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine)
+        probe = PublishProbe(self.actor, self.rollout, config.actor_rollout_ref, self.tokenizer)
+        self.publisher = Publisher(self.actor, self.rollout, rollout.checkpoint_engine, probe)
         self.publisher.publish()
 
     def fit(self, origins: Mapping[str, str] | None = None) -> None:
