@@ -15,6 +15,7 @@ from hone.rollout.contract import RolloutError, RolloutSpec
 from hone.rollout.vllm import VLLMRollout
 from hone.rollout.vllm_build import build_vllm, make_environment, make_launch_arguments
 from hone.rollout.vllm_process import EngineProcess
+from hone.trainer.ppo.publish_probe import PublishProbeError
 from hone.verl.dialect import load_config
 
 from .models import EOS, TOKENIZER, policy
@@ -165,6 +166,26 @@ def test_grpo_steps_with_weights_that_are_broadcast_agree_with_the_trainer(tmp_p
     agrees(lines, 2)
     model_bytes = (tmp_path / "model/model.safetensors").stat().st_size
     assert max(line["perf/weight_bytes"] for line in lines) > model_bytes / 2
+
+
+@vllm
+def test_a_run_whose_vllm_decodes_with_an_old_adapter_stops(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    call, folders = EngineProcess.call, []
+
+    async def call_with_first_adapter(self: EngineProcess, verb: str, **arguments: Any) -> Any:
+        if verb == "adapter":
+            folders.append(arguments["folder"])
+            if len(folders) > 1:
+                return None
+        return await call(self, verb, **arguments)
+
+    monkeypatch.setattr(EngineProcess, "call", call_with_first_adapter)
+    keys = (f"{ROLLOUT}.checkpoint_engine.probe_every=1", "actor_rollout_ref.model.lora_rank=4")
+    with pytest.raises(PublishProbeError, match="the weights or LoRA adapters of version 1"):
+        trained(tmp_path, *overrides(tmp_path, 2), *keys, "actor_rollout_ref.actor.optim.lr=0.05")
+    assert len(folders) == 2
 
 
 KILLS = int(os.environ.get("HONE_VLLM_KILLS", "1"))
