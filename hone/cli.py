@@ -100,6 +100,10 @@ def _run_with_overrides(verb: str, arguments: list[str]) -> int | None:
     from hone.trainer.sweep import run_or_sweep
 
     program, schema, _ = PROGRAMS[verb]
+    if verb in ("train", "sft", "generate") and {"-h", "--help"} & set(arguments):
+        from hone.trainer.command_line import build_parser
+
+        build_parser(schema, f"hone {verb}").parse_args(["--help"])  # without loading torch
     main = load_object(f"hone.trainer.{program}")
     return run_or_sweep(main, arguments, schema, ["-m", "hone.cli", verb])
 

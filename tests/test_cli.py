@@ -47,6 +47,19 @@ def test_a_program_has_its_own_help(verb: str, capsys: pytest.CaptureFixture[str
     assert f"usage: hone {verb}" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("verb", ["train", "sft", "generate"])
+def test_the_help_begins_with_short_keys_and_loads_no_torch(verb: str) -> None:
+    code = (
+        "import sys\nfrom hone import cli\n"
+        f"try: cli.main([{verb!r}, '--help'])\n"
+        "except SystemExit: print('HEAVY', [m for m in ('torch', 'transformers') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "HEAVY []" in done.stdout
+    example = f"hone {verb} model=MODEL data=rows.jsonl"
+    assert done.stdout.index(example) < done.stdout.index("--config-path")
+
+
 def test_the_help_of_quickstart_shows_how_to_change_the_run(
     capsys: pytest.CaptureFixture[str],
 ) -> None:

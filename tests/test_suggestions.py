@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pytest
+
 from hone.suggestions import did_you_mean, nearest, suggestion
 
 
@@ -18,3 +20,34 @@ def test_nothing_is_suggested_without_a_similar_name() -> None:
 
 def test_several_names_are_joined() -> None:
     assert did_you_mean("a.lr", None, "b.lr") == " Did you mean 'a.lr' or 'b.lr'?"
+
+
+@pytest.mark.parametrize(
+    ("name", "other"),
+    [
+        ("num_generations", "log_train_generations"),
+        ("max_completion_length", "max_prompt_length"),
+        ("num_iterations", "num_threads"),
+        ("max_steps", "many_steps"),
+        ("max_steps", "max_restarts"),
+        ("report_to", "repetition"),
+        ("use_vllm", "vllm"),
+        ("output_dir", "output_path"),
+        ("logging_steps", "long_steps"),
+        ("scale_rewards", "score_kwargs"),
+        ("peft_config", "override_config"),
+        ("callbacks", "all_ranks"),
+        ("total_steps", "total_epochs"),
+        ("serve", "serve-rm"),
+    ],
+)
+def test_a_name_of_another_meaning_is_not_suggested(name: str, other: str) -> None:
+    assert suggestion(name, [other]) == ""
+
+
+def test_a_misspelling_with_another_number_of_words_is_suggested() -> None:
+    assert nearest("trainfiles", ["train_files"]) == "train_files"
+
+
+def test_what_hone_does_not_do_is_said_instead_of_a_similar_name() -> None:
+    assert suggestion("dpo", ["gdpo"]) == " DPO is not supported yet."

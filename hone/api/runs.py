@@ -197,56 +197,71 @@ def train(
     data: Data,
     reward: Reward | None = None,
     *,
-    validation: Data | None = None,
+    val: Data | None = None,
+    lr: float | None = None,
+    steps: int | None = None,
+    n: int | None = None,
+    batch_size: int | None = None,
+    max_tokens: int | None = None,
+    estimator: str | None = None,
+    out: PathOrName | None = None,
     config: PathOrName | None = None,
     **settings: Value,
 ) -> Trained:
     """Trains a policy by reinforcement learning, as `hone train` does.
 
     `data` is rows or files. `reward` is a function, the name of a rule (`gsm8k`, `math`), or several of
-    them with weights; by default the data source selects the rule. `settings` are keys of the
-    `ppo_trainer` config, short (`lr`, `n`, `steps`) or dotted; `config` is a YAML file with such keys. The
-    run is written to `folder`, by default a new folder in `runs/`; an existing run in `folder` is resumed.
+    them with weights; by default the data source selects the rule. `n` is the responses per prompt,
+    `batch_size` the prompts per step, `max_tokens` the length of a response. `settings` are other keys of the
+    `ppo_trainer` config, by their last part or dotted; `config` is a YAML file with such keys. The run is
+    written to `out`, by default a new folder in `runs/`; an existing run in `out` is resumed.
     """
+    settings |= _given(lr=lr, steps=steps, n=n, batch_size=batch_size, max_tokens=max_tokens)
+    settings |= _given(estimator=estimator, out=out)
     call_settings = CallSettings("ppo_trainer", "hone.train", settings, config)
-    inputs, validation = _RunInputs(reward), _reusable(validation)
+    inputs, val = _RunInputs(reward), _reusable(val)
     with _run_folder("train", call_settings) as folder:
         call_settings.set({"actor_rollout_ref.model.path": _model_path(model)})
         call_settings.set({"data.train_files": inputs.prepare(data, folder, "train")})
-        if validation is not None:
-            val_files = inputs.prepare(validation, folder, "validation")
-            call_settings.set({"data.val_files": val_files})
+        if val is not None:
+            call_settings.set({"data.val_files": inputs.prepare(val, folder, "validation")})
         composed = call_settings.compose(starting_values, check_plan)
         print_config_notes(composed)
         main_ppo.run(composed.config, composed.origins, compute_score=inputs.score_function)
-    return Trained(folder, composed, validation, reward)
+    return Trained(folder, composed, val, reward)
 
 
 def sft(
     model: Model,
     data: Data,
     *,
-    validation: Data | None = None,
+    val: Data | None = None,
+    lr: float | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    out: PathOrName | None = None,
     config: PathOrName | None = None,
     **settings: Value,
 ) -> Trained:
     """Trains a model on answers or conversations, as `hone sft` does.
 
-    A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are keys of the
-    `sft_trainer` config; `config` and `folder` are as in `hone.train`.
+    A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are other keys of the
+    `sft_trainer` config; `config` and `out` are as in `hone.train`.
     """
+    settings |= _given(lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, out=out)
     call_settings = CallSettings("sft_trainer", "hone.sft", settings, config)
-    validation = _reusable(validation)
+    val = _reusable(val)
     with _run_folder("sft", call_settings) as folder:
         call_settings.set({"model.path": _model_path(model)})
         column_prefixes = ("data.prompt", "data.response", "data.custom")
         sets_columns = any(key.startswith(column_prefixes) for key in call_settings.values())
-        for split, split_data in (("train", data), ("val", validation)):
+        for split, split_data in (("train", data), ("val", val)):
             if split_data is not None:
                 _set_sft_files(call_settings, split_data, folder, split, sets_columns)
         composed = call_settings.compose(_batch_size_settings(SFTDataConfig.train_batch_size))
         _run_ranks(main_sft, composed, folder)
-    return Trained(folder, composed, validation, None)
+    return Trained(folder, composed, val, None)
 
 
 def dpo(
@@ -339,6 +354,11 @@ class _RunInputs:
             self.score_function = as_score_function(self._parts, columns, answer_columns)
 
 
+def _given(**settings: Value) -> Values:
+    """Returns the settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def _reusable(data: Data | None) -> Data | None:
     """Returns the rows of an iterator as a list, which `Trained.evaluate` can read again."""
     return list(data) if isinstance(data, Iterator) else data
@@ -362,9 +382,9 @@ def _run_folder(name: str, call_settings: CallSettings) -> Iterator[Path]:
 
     After an error, a new folder is removed unless the run has started.
     """
-    key = resolve_key(call_settings.schema, "folder")
+    key = resolve_key(call_settings.schema, "out")
     path = call_settings.values().get(key)
-    check_output_folder(str(path or "runs"), "folder")
+    check_output_folder(str(path or "runs"), "out")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)
     is_new = not path or not folder.exists()
     call_settings.set({key: folder})
@@ -375,7 +395,7 @@ def _run_folder(name: str, call_settings: CallSettings) -> Iterator[Path]:
             shutil.rmtree(folder, ignore_errors=True)
         if isinstance(error, Interrupted):
             raise KeyboardInterrupt(
-                f"stopped after step {error.step}; folder={str(folder)!r} resumes from there"
+                f"stopped after step {error.step}; out={str(folder)!r} resumes from there"
             ) from None
         raise
 

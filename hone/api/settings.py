@@ -16,7 +16,9 @@ from typing import TypeAlias, Union
 from hone import program_dialect
 from hone.config import ComposedConfig, ConfigError
 from hone.config.apply import ExtraChecks, StartingValues, compose_settings
+from hone.config.foreign_names import foreign_hint
 from hone.config.keys import hints, leaves
+from hone.config.short_keys import expand_short_keys, short_keys_of
 from hone.config.sources import Setting, flatten, read_config, read_file
 from hone.config.trees import TREES
 from hone.suggestions import suggestion
@@ -30,15 +32,6 @@ PathOrName: TypeAlias = Union[str, "os.PathLike[str]"]
 """A path, or the name of a model on the hub."""
 Values: TypeAlias = dict[str, Value]
 
-SHORT_NAMES = {
-    "batch_size": ("data.train_batch_size",),
-    "epochs": ("trainer.total_epochs",),
-    "folder": ("trainer.default_local_dir",),
-    "max_tokens": ("data.max_response_length", "rollout.response_length"),
-    "n": ("actor_rollout_ref.rollout.n", "data.n_samples"),
-    "steps": ("trainer.total_training_steps",),
-}
-"""The keys of each short name; the first key that the schema has is used."""
 _SECONDARY_PREFIXES = (
     "critic.",
     "reward_model.",
@@ -51,22 +44,25 @@ def matching_keys(schema: str, name: str) -> list[str]:
     """Returns the dotted keys that a name may stand for."""
     root = TREES[schema].root
     keys = _keys(root)
-    preferred_keys = [key for key in (*SHORT_NAMES.get(name, ()), f"trainer.{name}") if key in keys]
-    if preferred_keys or name.partition(".")[0] in hints(root):
-        return preferred_keys[:1] or [name]
+    if (short_key := short_keys_of(root).get(name)) or (short_key := f"trainer.{name}") in keys:
+        return [short_key]
+    if name.partition(".")[0] in hints(root):
+        return [name]
     candidates = [key for key in sorted(keys) if key.endswith(f".{name}")]
     return [key for key in candidates if not key.startswith(_SECONDARY_PREFIXES)] or candidates
 
 
 def resolve_key(schema: str, name: str) -> str:
     """Returns the dotted key that a name stands for; raises ConfigError unless there is exactly one."""
-    keys = matching_keys(schema, name)
+    root = TREES[schema].root
+    hint = foreign_hint(root, name) if "." not in name else ""
+    keys = [] if hint else matching_keys(schema, name)
     if len(keys) > 1:
         example = "**{" + repr(keys[0]) + ": …}"
         raise ConfigError(f"{name} may mean {', '.join(keys)}; write the whole key: {example}")
     if not keys:
-        last_parts = {key.rpartition(".")[2] for key in _keys(TREES[schema].root)}
-        hint = suggestion(name, sorted({*SHORT_NAMES, *last_parts}))
+        last_parts = {key.rpartition(".")[2] for key in _keys(root)}
+        hint = hint or suggestion(name, sorted({*short_keys_of(root), *last_parts}))
         raise ConfigError(f"there is no setting {name!r}.{hint} `hone config show` lists the keys")
     return keys[0]
 
@@ -119,13 +115,14 @@ class CallSettings:
     def set(self, values: Values) -> None:
         """Adds settings; each overrides the earlier ones of the same key."""
         for name, value in values.items():
-            self._settings += flatten(_to_json(value), resolve_key(self.schema, name), self.caller)
+            is_block = isinstance(value, Mapping) and name in hints(TREES[self.schema].root)
+            key = name if is_block else resolve_key(self.schema, name)
+            self._settings += flatten(_to_json(value), key, self.caller)
 
     def values(self) -> Values:
         """Returns the values by dotted key, with deprecated keys renamed."""
-        return {
-            s.key: s.value for s in program_dialect().translate(self._settings, [], self.schema)
-        }
+        settings = expand_short_keys(TREES[self.schema].root, self._settings)
+        return {s.key: s.value for s in program_dialect().translate(settings, [], self.schema)}
 
     def compose(
         self,

@@ -28,7 +28,9 @@ from hone.config.convert import (
 )
 from hone.config.dialect import DEFAULT_OF, OWN_KEYS, Dialect
 from hone.config.errors import ConfigError
+from hone.config.foreign_names import foreign_hint
 from hone.config.keys import block_type, blocks, get, hints, leaves, owner_of
+from hone.config.short_keys import expand_short_keys, short_keys_of
 from hone.config.sources import COMMAND_LINE, NAME_DOT, Setting
 from hone.config.trees import Tree
 from hone.redaction import is_redacted, redact
@@ -70,6 +72,7 @@ def compose_settings(
 
     `starting_values` takes the values that were set, by dotted key, and returns settings of lower precedence.
     """
+    settings = expand_short_keys(tree.root, settings)
     composition = _Composition(tree, dialect)
     reading = dialect.read(settings, tree.name, has_starting_values=starting_values is not None)
     composition.problems += reading.problems
@@ -211,7 +214,14 @@ class _Composition:
         for key, setting in settings.items():
             rule, value = self.dialect.rule_of(key, self.tree_name), self.values[key]
             if rule is None:
-                if sentence := keys.unknown_key_message(self.root, key, setting.added):
+                sentence = keys.unknown_key_message(
+                    self.root,
+                    key,
+                    setting.added,
+                    hint=foreign_hint(self.root, key),
+                    short_names=short_keys_of(self.root),
+                )
+                if sentence:
                     self.problems.append(f"{sentence} ({setting.origin})")
                 else:
                     self.add_note(key, value, "a key of your own; nothing here reads it")
@@ -269,7 +279,11 @@ class _Composition:
                 value = parse_scalar(rule.becomes)
                 break
         accepts_null = type(None) in typing.get_args(leaf.hint)
-        if value is None and self.origins.get(key) != COMMAND_LINE and not accepts_null:
+        if (
+            value is None
+            and _file_of(self.origins.get(key, "")) != COMMAND_LINE
+            and not accepts_null
+        ):
             value = keys.resolve_default(leaf.default, self.values)
             return to_plain(_defaults(self.root)[key]) if value is None else value
         return value

@@ -164,16 +164,21 @@ def owner_of(root: type, key: str) -> str | None:
     return leaf or (key if key in blocks(root) else None)
 
 
-def unknown_key_message(root: type, key: str, added: bool = False) -> str | None:
-    """Returns the message about an unknown key, with suggestions if any; None for a key that the user
-    added with `+` and that resembles no known key."""
+def unknown_key_message(
+    root: type, key: str, added: bool = False, *, hint: str = "", short_names: Iterable[str] = ()
+) -> str | None:
+    """Returns the message about an unknown key, with `hint` or suggestions if any; None for a key that the
+    user added with `+` and that resembles no known key."""
     parts = key.split(".")
     depth = max(i for i in range(len(parts)) if ".".join(parts[:i]) in blocks(root))
     parent, name, is_last = ".".join(parts[:depth]), parts[depth], depth == len(parts) - 1
     min_similarity = 0.6 if is_last else 0.75
     if added:  # with `+`, the user expects that the key does not exist yet
         min_similarity = 0.85
-    sibling = nearest(name, hints(blocks(root)[parent]), min_similarity)
+    if hint and not added:
+        return f"{parent or 'the config'} has no key '{name}'.{hint}"
+    siblings = [*hints(blocks(root)[parent]), *(() if parent else short_names)]
+    sibling = nearest(name, siblings, min_similarity)
     suggestions = [sibling] if sibling else suggested_keys(root, key, is_last)
     if added and not suggestions:
         return None

@@ -22,8 +22,10 @@ from hone.config import ComposedConfig, compose
 from hone.config.apply import ExtraChecks
 from hone.config.block import Block
 from hone.config.errors import ConfigError
+from hone.config.foreign_names import foreign_hint
 from hone.config.generation import GenerationConfig
 from hone.config.keys import get, leaves, suggested_keys
+from hone.config.short_keys import help_text, short_keys_of
 from hone.config.sources import Setting
 from hone.config.trees import TREES
 from hone.data.files import is_non_local
@@ -92,11 +94,28 @@ def compose_arguments(
 
 
 def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Namespace:
-    """Parses the command line; options of Hydra have Hydra's names."""
+    """Parses the command line."""
+    parser = build_parser(schema, program)
+    arguments = ["--info" if word.startswith("--info=") else word for word in arguments]
+    long_options = [name for name in parser._option_string_actions if name.startswith("--")]
+    for argument in arguments:
+        option, _, value = argument.partition("=")
+        if option.startswith("--") and option not in long_options:
+            if similar_option := nearest(option, long_options, 0.8):
+                raise ConfigError(f"there is no option {option}.{did_you_mean(similar_option)}")
+            raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
+    return parser.parse_intermixed_args(arguments)
+
+
+def build_parser(schema: str, program: str) -> argparse.ArgumentParser:
+    """Returns the parser of a program; options of Hydra have Hydra's names."""
     parser = argparse.ArgumentParser(
         prog=program,
+        usage=f"{program} key=value ... [options]",
         allow_abbrev=False,
-        description=f"Overrides are key=value; `hone config show --tree {schema}` lists the keys.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        description=help_text(TREES[schema].root, program),
+        epilog=f"`hone config show --tree {schema}` lists all keys.",
     )
     parser.add_argument("--config-path", "-cp", help="folder of your own YAML files")
     parser.add_argument("--config-dir", "-cd", help="another folder of your own YAML files")
@@ -116,23 +135,18 @@ def _parse(arguments: Sequence[str], schema: str, program: str) -> argparse.Name
         )
     if program == "hone generate":
         parser.add_argument("--search", metavar="URL", help="let the model search this service")
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = ["--info" if word.startswith("--info=") else word for word in arguments]
-    long_options = [name for name in parser._option_string_actions if name.startswith("--")]
-    for argument in arguments:
-        option, _, value = argument.partition("=")
-        if option.startswith("--") and option not in long_options:
-            if similar_option := nearest(option, long_options, 0.8):
-                raise ConfigError(f"there is no option {option}.{did_you_mean(similar_option)}")
-            raise ConfigError(_unknown_option_message(option, value or "VALUE", schema))
-    return parser.parse_intermixed_args(arguments)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help=argparse.SUPPRESS)
+    return parser
 
 
 def _unknown_option_message(option: str, value: str, schema: str) -> str:
     """Returns the error message for an unknown option, with the keys that the user may have meant."""
     name, root = option.lstrip("-").replace("-", "_"), TREES[schema].root
     keys = list(leaves(root))
-    suggestions = [name] if name in keys else suggested_keys(root, name)
+    known_names = (*keys, *short_keys_of(root))
+    suggestions = [name] if name in known_names else suggested_keys(root, name)
+    if hint := foreign_hint(root, name):
+        return f"there is no option {option}; settings are key=value.{hint}"
     if not suggestions and not any(key.endswith(f".{name}") for key in keys):
         nearest_key = nearest(name, keys)
         suggestions = [nearest_key] if nearest_key else []

@@ -30,7 +30,7 @@ def exact(completion: str, answer: str) -> float:
 
 
 def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path) -> None:
-    result = hone.train(tiny, ROWS, exact, validation=iter(ROWS[:2]), **SMALL)
+    result = hone.train(tiny, ROWS, exact, val=iter(ROWS[:2]), **SMALL)
     assert result.folder == Path("runs/train-1")
     assert [line["step"] for line in result.metrics] == [0, 1]
     assert "val-core/exact/reward/mean@1" in result.metrics[-1]
@@ -136,8 +136,8 @@ def test_a_function_may_take_a_column_that_the_first_row_lacks(here: Path) -> No
 
 
 def test_the_folder_of_an_earlier_run_resumes_it(tiny: Path, here: Path) -> None:
-    first = hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
-    resumed = hone.train(tiny, ROWS, exact, folder="mine", **SMALL | {"steps": 2})
+    first = hone.train(tiny, ROWS, exact, out="mine", **SMALL)
+    resumed = hone.train(tiny, ROWS, exact, out="mine", **SMALL | {"steps": 2})
     assert (first.folder, len(resumed.metrics)) == (Path("mine"), 2)
 
 
@@ -146,7 +146,7 @@ def test_a_call_that_is_refused_leaves_nothing_behind(tiny: Path, here: Path) ->
         (lambda: hone.train(tiny, ROWS, exact, stepps=3), ConfigError, "stepps.*steps"),
         (lambda: hone.train(tiny, [{"text": 1}], exact), DataError, "row 0 has no column"),
         (lambda: hone.train(object(), ROWS, exact), ConfigError, "save it and pass its folder"),  # type: ignore[arg-type]
-        (lambda: hone.train(tiny, ROWS, exact, folder=__file__), ConfigError, "is a file"),
+        (lambda: hone.train(tiny, ROWS, exact, out=__file__), ConfigError, "is a file"),
         (lambda: hone.train("no/such/model", ROWS, exact, **SMALL), Exception, "no/such/model"),
         (lambda: hone.train(tiny, ROWS, "gsm9k"), SetupError, "gsm8k"),
         (lambda: hone.train(tiny, ROWS, lambda completion, x, y: 1), SetupError, "x, y"),
@@ -176,8 +176,8 @@ def test_an_interrupt_says_how_to_go_on(
         raise Interrupted(3)
 
     monkeypatch.setattr("hone.trainer.main_ppo.run", interrupted)
-    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; folder='mine' resumes"):
-        hone.train(tiny, ROWS, exact, folder="mine", **SMALL)
+    with pytest.raises(KeyboardInterrupt, match="stopped after step 3; out='mine' resumes"):
+        hone.train(tiny, ROWS, exact, out="mine", **SMALL)
     assert Path("mine/config.yaml").exists()
 
 
@@ -193,12 +193,12 @@ def test_fine_tuning_takes_pairs_and_all_rows_are_a_batch_where_they_are_few(
 ) -> None:
     quiet = {"logger": ["jsonl"]}
     pairs = [(row["prompt"], row["answer"]) for row in ROWS]
-    result = hone.sft(tiny, pairs, validation=pairs[:2], epochs=2, lr=1e-2, **quiet)
+    result = hone.sft(tiny, pairs, val=pairs[:2], epochs=2, lr=1e-2, **quiet)
     assert result.config.data.train_batch_size == len(ROWS)
     assert [line["step"] for line in result.metrics] == [1, 2]
     assert "val/loss" in result.metrics[-1]
     Path("val.jsonl").write_text('{"question": "1+1=", "answer": "2"}\n')
-    mixed = hone.sft(tiny, pairs, validation="val.jsonl", steps=1, **quiet)
+    mixed = hone.sft(tiny, pairs, val="val.jsonl", steps=1, **quiet)
     assert "val/loss" in mixed.metrics[-1]
     resumed = hone.sft(result, [{"messages": _chat("1", "2")}] * 2, steps=1, **quiet)
     assert resumed.folder == Path("runs/sft-3")
@@ -207,7 +207,7 @@ def test_fine_tuning_takes_pairs_and_all_rows_are_a_batch_where_they_are_few(
 def test_a_folder_that_was_there_stays_when_a_call_is_refused(tiny: Path, here: Path) -> None:
     Path("mine").mkdir()
     with pytest.raises(ConfigError, match="train_batch_size"):
-        hone.train(tiny, ROWS, exact, folder="mine", train_batch_size=-1)
+        hone.train(tiny, ROWS, exact, out="mine", train_batch_size=-1)
     assert Path("mine").is_dir()
 
 

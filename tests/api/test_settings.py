@@ -8,10 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hone.api.settings import SHORT_NAMES, CallSettings, resolve_key
+from hone.api.settings import CallSettings, resolve_key
 from hone.config import ConfigError
-from hone.config.keys import leaves
-from hone.config.trees import TREES
 
 
 @pytest.mark.parametrize(
@@ -32,11 +30,6 @@ from hone.config.trees import TREES
 )
 def test_a_name_stands_for_the_policys_key(name: str, key: str) -> None:
     assert resolve_key("ppo_trainer", name) == key
-
-
-def test_every_short_name_stands_for_a_key_that_some_tree_has() -> None:
-    known = {key for tree in TREES.values() for key in leaves(tree.root)}
-    assert {key for keys in SHORT_NAMES.values() for key in keys} <= known
 
 
 def test_a_name_that_may_mean_several_keys_is_refused_with_all_of_them() -> None:
