@@ -44,7 +44,8 @@ def matching_keys(schema: str, name: str) -> list[str]:
     """Returns the dotted keys that a name may stand for."""
     root = TREES[schema].root
     keys = _keys(root)
-    if (short_key := short_keys_of(root).get(name)) or (short_key := f"trainer.{name}") in keys:
+    short_key = short_keys_of(root).get(name, f"trainer.{name}")
+    if short_key in keys:
         return [short_key]
     if name.partition(".")[0] in hints(root):
         return [name]

@@ -17,7 +17,9 @@ from hone.config.apply import ComposedConfig, ExtraChecks, compose_settings
 from hone.config.convert import show_value, to_plain
 from hone.config.dialect import OWN_KEYS, Dialect, Rule
 from hone.config.errors import ConfigError
+from hone.config.foreign_names import COUNTERPARTS
 from hone.config.keys import blocks, get, keys_matching, leaves
+from hone.config.short_keys import SHORT_KEYS, short_keys_of
 from hone.config.sources import built_in_tree, read_config
 from hone.config.trees import TREES, Tree
 from hone.redaction import redact
@@ -94,6 +96,8 @@ def explain(key: str, tree: str | None = None, dialect: Dialect = OWN_KEYS) -> s
     """Describes a key (effect, values, default) in one tree or in all trees; the key may also be an old
     name, a block or a misspelled name."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
+    if text := _explain_short_key(key, trees, tree, dialect):
+        return text
     trees_by_text: dict[str, list[str]] = {}
     for candidate in trees:
         if text := _explain_in_tree(key, candidate, dialect):
@@ -116,6 +120,10 @@ def explain(key: str, tree: str | None = None, dialect: Dialect = OWN_KEYS) -> s
             return f"{key} is another name of {current_name}\n{explanation}"
         if replacement := dialect.other_names(candidate.name).get(key):
             return f"{key} is replaced by other keys: {replacement}\n"
+    full_keys = [name for candidate in trees for name in leaves(candidate.root)]
+    full_keys = list(dict.fromkeys(name for name in full_keys if name.endswith(f".{key}")))
+    if len(full_keys) == 1 and "." in key:
+        return f"{key} is short for {full_keys[0]}\n\n{explain(full_keys[0], tree, dialect)}"
     for rule in dialect.rules():
         # A rule for a whole block of one tree (`x.**`) explains a key only if that tree was requested.
         explains_without_tree = tree is None and not rule.pattern.endswith("**")
@@ -132,6 +140,20 @@ def explain(key: str, tree: str | None = None, dialect: Dialect = OWN_KEYS) -> s
     raise ConfigError(f"there is no key '{key}'{where}.{hint}")
 
 
+def _explain_short_key(key: str, trees: list[Tree], tree: str | None, dialect: Dialect) -> str:
+    """Describes a short name, or a foreign name of one, with its key; an empty string for other names."""
+    name = next(iter(COUNTERPARTS.get(key, ())), key)
+    tree_names: dict[str, list[str]] = {}
+    for candidate in trees:
+        if full_key := short_keys_of(candidate.root).get(name):
+            tree_names.setdefault(full_key, []).append(candidate.name)
+    if not tree_names or any(key in blocks(candidate.root) for candidate in trees):
+        return ""
+    meanings = (f"{full_key} ({', '.join(names)})" for full_key, names in tree_names.items())
+    line = f"{name}: {SHORT_KEYS[name].doc}; short for {', '.join(meanings)}\n"
+    return f"{line}\n{explain(next(iter(tree_names)), tree, dialect)}"
+
+
 def _explain_in_tree(key: str, tree: Tree, dialect: Dialect) -> str | None:
     """Returns the text about a leaf or a block of a tree, or None if the tree has no such key."""
     tree_leaves = leaves(tree.root)
@@ -140,6 +162,9 @@ def _explain_in_tree(key: str, tree: Tree, dialect: Dialect) -> str | None:
         lines += [f"  takes    {leaf.accepted_values}", f"  default  {leaf.default_in_words}"]
         for rule in dialect.replacements(key):
             lines.append(f"           {show_value(list(rule.values))} becomes {rule.becomes}")
+        short_names = [name for name, full in short_keys_of(tree.root).items() if full == key]
+        if short_names:
+            lines.append(f"  short    {', '.join(short_names)}")
         if old_names := [old for old, new in dialect.other_names(tree.name).items() if new == key]:
             lines.append(f"  also     {', '.join(old_names)}")
         return "\n".join([*lines, f"  tree     {_TREE_NAMES_PLACEHOLDER}"]) + "\n"

@@ -106,6 +106,7 @@ def test_explain_describes_a_key_completely() -> None:
         "\n"
         "  takes    an integer (1 or more)\n"
         "  default  1\n"
+        "  short    n\n"
         "  also     algorithm.group_size, actor_rollout_ref.rollout.n_agent\n"
         "  tree     ppo_trainer\n"
     )
@@ -130,7 +131,10 @@ def test_explain_describes_a_key_completely() -> None:
         ("distillation.enabled", "refused with other values than off\n  on-policy distillation"),
         ("data.pad_mode", "neutral with other values than no_padding"),
         ("actor_rollout_ref.rollout.name", "becomes native"),
-        ("lr", "keys end in 'lr'"),
+        ("weight_decay", "keys end in 'weight_decay'"),
+        ("lr", "short for actor_rollout_ref.actor.optim.lr (ppo_trainer), optim.lr (sft_tr"),
+        ("learning_rate", "lr: learning rate; short for"),
+        ("rollout.n", "is short for actor_rollout_ref.rollout.n"),
         ("data.n_samples", "tree     generation"),
         ("model.partial_pretrain", "is another name of model.path"),
     ],
