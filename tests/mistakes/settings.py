@@ -21,6 +21,32 @@ MISTAKES = [
     Mistake("no model", ["train", "data.train_files=rows.jsonl"], (MODEL, "was not given")),
     Mistake("no data", ["train", f"{MODEL}=model"], ("data.train_files", "was not given")),
     Mistake(
+        "a setting of TRL",
+        train("num_generations=4"),
+        ("no key 'num_generations'", "In hone it is n."),
+    ),
+    Mistake(
+        "a setting of TRL given as an option",
+        ["train", "--learning_rate", "1e-5"],
+        ("no option --learning_rate", "In hone it is lr."),
+    ),
+    Mistake(
+        "a setting of TRL that hone does not need",
+        train("logging_steps=1"),
+        ("no key 'logging_steps'", "every step is logged"),
+    ),
+    Mistake(
+        "weights of 4 bits",
+        train("actor_rollout_ref.model.load_in_4bit=true"),
+        ("no key 'load_in_4bit'", "not supported yet"),
+    ),
+    Mistake(
+        "an estimator for DPO",
+        train("algorithm.adv_estimator=dpo"),
+        ("'dpo'", "DPO is not supported yet"),
+    ),
+    Mistake("a verb for DPO", ["dpo"], ("no verb 'dpo'", "DPO is not supported yet")),
+    Mistake(
         "a misspelt key",
         train("data.train_file=rows.jsonl"),
         ("no key 'train_file'", "Did you mean 'train_files'"),
