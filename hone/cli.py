@@ -131,6 +131,14 @@ def _build_parser() -> argparse.ArgumentParser:
     add_run_subcommands(subcommands)
     _add_wandb_workspace(subcommands)
     _add_doctor(subcommands)
+    completion = add_subcommand(
+        subcommands,
+        "completion",
+        _completion,
+        "print a script that completes hone's words in a shell",
+    )
+    completion.epilog = 'add this line to ~/.bashrc or ~/.zshrc: eval "$(hone completion bash)"'
+    completion.add_argument("shell", choices=("bash", "zsh"))
     return parser
 
 
@@ -255,6 +263,13 @@ def _quickstart(options: Options, extra_arguments: list[str]) -> None:
     from hone.trainer.quickstart import main as quickstart
 
     quickstart(out=options.out, seed=options.seed, extra_overrides=extra_arguments)
+
+
+def _completion(options: Options, extra_arguments: list[str]) -> None:
+    from hone.trainer.completion import script
+
+    schemas = {verb: schema for verb, (_, schema, _) in PROGRAMS.items()}
+    print_text(script(options.shell, _build_parser(), schemas))
 
 
 def _model_tiny(options: Options, extra_arguments: list[str]) -> None:

@@ -96,8 +96,8 @@ def explain(key: str, tree: str | None = None, dialect: Dialect = OWN_KEYS) -> s
     """Describes a key (effect, values, default) in one tree or in all trees; the key may also be an old
     name, a block or a misspelled name."""
     trees = list(TREES.values()) if tree is None else [TREES[tree]]
-    if text := _explain_short_key(key, trees, tree, dialect):
-        return text
+    if short_key_text := _explain_short_key(key, trees, tree, dialect):
+        return short_key_text
     trees_by_text: dict[str, list[str]] = {}
     for candidate in trees:
         if text := _explain_in_tree(key, candidate, dialect):
