@@ -31,7 +31,7 @@ from hone.api.rows import (
     to_sft_rows,
     write_rows,
 )
-from hone.api.settings import CallSettings, PathOrName, Value, Values, matching_keys, resolve_key
+from hone.api.settings import CallSettings, PathOrName, Value, Values, given, matching_keys
 from hone.config import ComposedConfig, ConfigError, config_to_dict
 from hone.config.preference import PreferenceDataConfig
 from hone.config.sft import SFTDataConfig
@@ -45,10 +45,7 @@ from hone.tracking.metrics_file import find_metrics_file
 from hone.tracking.report import MetricResult, format_number, headline, write_report
 from hone.tracking.report_data import RunData, load_metrics
 from hone.trainer import main_dpo, main_eval, main_ppo, main_sft
-from hone.trainer.command_line import (
-    check_output_folder,
-    check_plan,
-)
+from hone.trainer.command_line import check_output_folder, check_plan
 from hone.trainer.config_notes import STARTING_VALUES_ORIGIN, print_config_notes
 from hone.trainer.evaluation import Evaluation
 from hone.trainer.export import export
@@ -216,8 +213,8 @@ def train(
     `ppo_trainer` config, by their last part or dotted; `config` is a YAML file with such keys. The run is
     written to `out`, by default a new folder in `runs/`; an existing run in `out` is resumed.
     """
-    settings |= _given(lr=lr, steps=steps, n=n, batch_size=batch_size, max_tokens=max_tokens)
-    settings |= _given(estimator=estimator, out=out)
+    settings |= given(lr=lr, steps=steps, n=n, batch_size=batch_size, max_tokens=max_tokens)
+    settings |= given(estimator=estimator, out=out)
     call_settings = CallSettings("ppo_trainer", "hone.train", settings, config)
     inputs, val = _RunInputs(reward), _reusable(val)
     with _run_folder("train", call_settings) as folder:
@@ -249,7 +246,7 @@ def sft(
     A row has `messages`, or `prompt` and `response` (or `answer`). `settings` are other keys of the
     `sft_trainer` config; `config` and `out` are as in `hone.train`.
     """
-    settings |= _given(lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, out=out)
+    settings |= given(lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, out=out)
     call_settings = CallSettings("sft_trainer", "hone.sft", settings, config)
     val = _reusable(val)
     with _run_folder("sft", call_settings) as folder:
@@ -354,11 +351,6 @@ class _RunInputs:
             self.score_function = as_score_function(self._parts, columns, answer_columns)
 
 
-def _given(**settings: Value) -> Values:
-    """Returns the settings that are not None."""
-    return {name: value for name, value in settings.items() if value is not None}
-
-
 def _reusable(data: Data | None) -> Data | None:
     """Returns the rows of an iterator as a list, which `Trained.evaluate` can read again."""
     return list(data) if isinstance(data, Iterator) else data
@@ -382,7 +374,7 @@ def _run_folder(name: str, call_settings: CallSettings) -> Iterator[Path]:
 
     After an error, a new folder is removed unless the run has started.
     """
-    key = resolve_key(call_settings.schema, "out")
+    key = "trainer.default_local_dir"
     path = call_settings.values().get(key)
     check_output_folder(str(path or "runs"), "out")
     folder = Path(str(path)).expanduser() if path else _new_folder(name)

@@ -40,6 +40,11 @@ _SECONDARY_PREFIXES = (
 )
 
 
+def given(**settings: Value) -> Values:
+    """Returns the settings that are not None."""
+    return {name: value for name, value in settings.items() if value is not None}
+
+
 def matching_keys(schema: str, name: str) -> list[str]:
     """Returns the dotted keys that a name may stand for."""
     root = TREES[schema].root

@@ -48,7 +48,7 @@ def test_a_function_of_this_file_trains_on_rows_in_memory(tiny: Path, here: Path
 
 
 def test_a_result_is_shown_in_a_line_and_has_a_curve_and_a_report(tiny: Path, here: Path) -> None:
-    result = hone.train(tiny, ROWS, exact, validation=ROWS[:2], **SMALL)
+    result = hone.train(tiny, ROWS, exact, val=ROWS[:2], **SMALL)
     metric = "val-core/exact/reward/mean@1"
     before, after = (line[metric] for line in result.metrics)
     assert repr(result) == f"Trained('runs/train-1', {metric} {before:.4g} → {after:.4g})"
