@@ -9,17 +9,15 @@ from collections.abc import Iterable
 NOT_SUPPORTED = {
     "async_training": "Asynchronous training is",
     "bnb_config": "4-bit weights are",
-    "cpo": "CPO is",
-    "dpo": "DPO is",
-    "kto": "KTO is",
+    "callbacks": "Callbacks are",
     "load_in_4bit": "4-bit weights are",
     "load_in_8bit": "8-bit weights are",
-    "orpo": "ORPO is",
     "qlora": "4-bit weights are",
     "quantization_config": "Quantized weights are",
-    "simpo": "SimPO is",
 }
 """What a name of other programs asks for, which hone does not do yet."""
+PREFERENCE_LOSSES = ("cpo", "dpo", "ipo", "kto", "orpo", "simpo")
+"""Names that other programs have beside the estimators; in hone they are losses of a verb of their own."""
 _MIN_WHOLE_SIMILARITY = 0.9
 """Names with different numbers of words are alike from this similarity: `trainfiles`, `train_files`."""
 
@@ -44,6 +42,8 @@ def _is_misspelling(name: str, known_name: str) -> bool:
 
 
 def _is_misspelt_word(word: str, known_word: str) -> bool:
+    if len(word) == len(known_word) == 1:
+        return True  # `top_q` for `top_p`
     # One wrong letter of two makes `k9` of `k3`.
     return _similarity(word, known_word) >= (0.5 if len(known_word) <= 2 else 0.75)
 
@@ -58,12 +58,14 @@ def did_you_mean(*names: str | None) -> str:
     return f" Did you mean {choices}?" if choices else ""
 
 
-def not_supported(name: str) -> str:
-    """Returns ` X is not supported yet.` for a name of other programs, or an empty string."""
+def foreign_answer(name: str) -> str:
+    """Returns ` X is not supported yet.`, or the verb that does X, for a name of other programs."""
+    if name.lower() in PREFERENCE_LOSSES:
+        return " It is a loss of `hone dpo`."
     words = NOT_SUPPORTED.get(name.lower())
     return f" {words} not supported yet." if words else ""
 
 
 def suggestion(name: str, known_names: Iterable[str]) -> str:
     """Returns ` Did you mean 'x'?` if a known name is similar, else an empty string."""
-    return not_supported(name) or did_you_mean(nearest(name, known_names))
+    return foreign_answer(name) or did_you_mean(nearest(name, known_names))

@@ -36,7 +36,6 @@ def test_several_names_are_joined() -> None:
         ("logging_steps", "long_steps"),
         ("scale_rewards", "score_kwargs"),
         ("peft_config", "override_config"),
-        ("callbacks", "all_ranks"),
         ("total_steps", "total_epochs"),
         ("serve", "serve-rm"),
     ],
@@ -49,5 +48,10 @@ def test_a_misspelling_with_another_number_of_words_is_suggested() -> None:
     assert nearest("trainfiles", ["train_files"]) == "train_files"
 
 
+def test_a_word_of_one_letter_may_be_wrong() -> None:
+    assert nearest("top_q", ["top_k_top", "top_p"]) == "top_p"
+
+
 def test_what_hone_does_not_do_is_said_instead_of_a_similar_name() -> None:
-    assert suggestion("dpo", ["gdpo"]) == " DPO is not supported yet."
+    assert suggestion("dpo", ["gdpo"]) == " It is a loss of `hone dpo`."
+    assert suggestion("qlora", ["lora"]) == " 4-bit weights are not supported yet."

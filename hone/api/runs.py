@@ -265,20 +265,26 @@ def dpo(
     model: Model,
     data: Data,
     *,
-    validation: Data | None = None,
+    val: Data | None = None,
+    lr: float | None = None,
+    steps: int | None = None,
+    epochs: int | None = None,
+    batch_size: int | None = None,
+    out: PathOrName | None = None,
     config: PathOrName | None = None,
     **settings: Value,
 ) -> Trained:
     """Trains a model on preferences, as `hone dpo` does.
 
     A row has `prompt`, `chosen` and `rejected`, or two whole dialogues; with `loss_type="kto"`, it has
-    `prompt`, `completion` and `label`. `settings` are keys of the `dpo_trainer` config; `config` and `folder`
+    `prompt`, `completion` and `label`. `settings` are keys of the `dpo_trainer` config; `config` and `out`
     are as in `hone.train`.
     """
+    settings |= given(lr=lr, steps=steps, epochs=epochs, batch_size=batch_size, out=out)
     call_settings = CallSettings("dpo_trainer", "hone.dpo", settings, config)
     with _run_folder("dpo", call_settings) as folder:
         call_settings.set({"model.path": _model_path(model)})
-        for split, split_data in (("train", data), ("val", validation)):
+        for split, split_data in (("train", data), ("val", val)):
             if split_data is not None:
                 files = file_names(split_data)
                 files = files or [write_rows(as_rows(split_data), folder, split)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hone.config.keys import leaves
 from hone.config.short_keys import short_keys_of
-from hone.suggestions import not_supported
+from hone.suggestions import foreign_answer
 
 _ACTOR, _ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 COUNTERPARTS: dict[str, tuple[str, ...]] = {
@@ -37,6 +37,7 @@ COUNTERPARTS: dict[str, tuple[str, ...]] = {
     "run_name": ("trainer.experiment_name",),
     "save_steps": ("trainer.save_freq",),
     "scale_rewards": ("algorithm.norm_adv_by_std_in_grpo",),
+    "tools": (f"{_ROLLOUT}.multi_turn.function_tool_path",),
     "total_steps": ("steps",),
     "train_dataset": ("data",),
     "use_vllm": (f"{_ROLLOUT}.name",),
@@ -48,12 +49,12 @@ REMARKS = {
     "loss_type": "as token-mean for dapo, seq-mean-token-mean for grpo",
     "per_device_train_batch_size": "the rows of all devices",
     "report_to": "a list, as [console,wandb]",
+    "tools": "a file of functions",
     "use_vllm": "set it to vllm",
 }
 NO_COUNTERPART = {
     "bf16": "the parameters are bfloat16 on a GPU and float32 on a CPU",
     "fp16": "the parameters are bfloat16 on a GPU and float32 on a CPU",
-    "callbacks": "callbacks= is an argument of hone.train in Python",
     "gradient_accumulation_steps": "batch_size is a whole step's, and micro-batches follow from the memory",
     "logging_steps": "every step is logged",
     "reward_weights": "in Python, reward={function: weight} has the weights",
@@ -73,6 +74,6 @@ def foreign_hint(root: type, key: str) -> str:
             return f" In hone it is {counterpart}{remark}."
     if name in NO_COUNTERPART:
         return f" hone has no such setting: {NO_COUNTERPART[name]}."
-    if name in COUNTERPARTS:
+    if name in COUNTERPARTS and not any(key.endswith(f".{name}") for key in known_keys):
         return " hone has no such setting here."
-    return not_supported(name)
+    return foreign_answer(name)

@@ -266,7 +266,7 @@ def test_the_names_of_the_package_are_listed_and_typed() -> None:
 def test_pairs_and_labelled_responses_of_this_file_train_a_policy(tiny: Path, here: Path) -> None:
     pairs = [{"prompt": f"{a}+1=", "chosen": str(a + 1), "rejected": "no"} for a in range(8)]
     settings: dict[str, Any] = {"steps": 2, "lr": 1e-2, "logger": ["jsonl"]}
-    result = hone.dpo(tiny, pairs, validation=pairs[:4], beta=0.3, **settings)
+    result = hone.dpo(tiny, pairs, val=pairs[:4], beta=0.3, **settings)
     assert result.folder == Path("runs/dpo-1")
     assert result.config.data.train_batch_size == 8
     assert result.metrics[-1]["val/loss"] < 0.6931

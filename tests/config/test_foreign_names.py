@@ -35,6 +35,8 @@ TRL = {
     "bf16": "hone has no such setting",
     "reward_weights": "hone has no such setting",
     "load_in_4bit": "4-bit weights are not supported yet.",
+    "tools": "In hone it is actor_rollout_ref.rollout.multi_turn.function_tool_path",
+    "callbacks": "Callbacks are not supported yet.",
     "async_training": "Asynchronous training is not supported yet.",
 }
 

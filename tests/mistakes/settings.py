@@ -43,9 +43,8 @@ MISTAKES = [
     Mistake(
         "an estimator for DPO",
         train("algorithm.adv_estimator=dpo"),
-        ("'dpo'", "DPO is not supported yet"),
+        ("'dpo'", "a loss of `hone dpo`"),
     ),
-    Mistake("a verb for DPO", ["dpo"], ("no verb 'dpo'", "DPO is not supported yet")),
     Mistake(
         "a misspelt key",
         train("data.train_file=rows.jsonl"),
