@@ -120,8 +120,8 @@ class CheckpointEngineConfig(SchemaBlock):
     update_weights_bucket_megabytes: Count = 2048
     """Megabytes per transfer."""
     probe_every: CountOrZero | None = None
-    """Check after the first and every k-th publish that rollout and trainer agree on a fixed row; 0 never. null
-    is 4 if the rollout decodes with the parameters of an actor on one device, else 10."""
+    """Check after the first and every k-th publish that rollout and trainer agree on a fixed row; 0 never.
+    null is 4 if the rollout decodes with the parameters of an actor on one device, else 10."""
 
     @property
     def bucket_bytes(self) -> int:

@@ -6,6 +6,8 @@ from pathlib import Path
 
 from hone.trainer.subcommands import Options, Subcommands, add_subcommand, print_text
 
+_MAX_PIPE_COLUMNS = 10_000
+
 
 def add_run_subcommands(subcommands: Subcommands) -> None:
     """Declares `hone report` and `hone runs`."""
@@ -45,8 +47,15 @@ def _report(options: Options, extra_arguments: list[str]) -> None:
 
 
 def _runs(options: Options, extra_arguments: list[str]) -> None:
+    from rich.console import Console
+
     from hone.tracking.console import screen
     from hone.trainer.run_list import run_table
 
     table = run_table(Path(options.folder).expanduser())
-    screen().print(table or f"no run below {options.folder}: no folder has a metrics.jsonl")
+    if table is None:
+        print_text(f"no run below {options.folder}: no folder has a metrics.jsonl")
+        return
+    # A file or a pipe has no width; each run stays in one line.
+    console = screen().console if screen().is_terminal else Console(width=_MAX_PIPE_COLUMNS)
+    console.print(table)

@@ -141,7 +141,7 @@ def test_a_benchmark_may_be_generated_with_a_search_engine(
 @pytest.mark.parametrize(
     ("overrides", "problem"),
     [
-        (["metrics.bootstrap=5"], "bootstrap_samples"),
+        (["metrics.bootstrap_sample=5"], "bootstrap_samples"),
         (["--bench", "nothing"], "there is no benchmark"),
     ],
 )

@@ -32,7 +32,6 @@ def test_the_list_has_state_step_best_and_age_of_each_run(
     two_days_ago = time.time() - 2 * 86400
     os.utime(old.metrics_file, (two_days_ago, two_days_ago))
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("COLUMNS", "120")
     assert main(["runs"]) == 0
     lines = [line.split() for line in capsys.readouterr().out.splitlines() if "mean@1" in line]
     best = ["(val-core/sums/acc/mean@1)"]

@@ -97,7 +97,7 @@ class PublishProbe:
         return {"rollout_corr/probe_abs_diff": max(diffs), "timing_s/publish_probe": seconds}
 
     def _is_due(self, last: int | None, version: int) -> bool:
-        """Whether this is the first or a k-th publish of trained weights; that at the start does not count."""
+        """Whether this is the first or a k-th publish of trained weights; the start does not count."""
         if not self._every or last is None or last == version:
             return False
         number = version // abs(version - last)  # of this publish, if each has as many updates
