@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import math
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -28,7 +29,7 @@ from hone.models.families import (
 from hone.models.paths import ModelNotFound, resolve_model_path
 from hone.models.policy import register_attention
 from hone.text import error_text
-from hone.types import Settings
+from hone.types import JsonValue, Settings
 
 if TYPE_CHECKING:
     from transformers import (
@@ -43,6 +44,7 @@ log = logging.getLogger(__name__)
 
 _ERRORS_OF_WRONG_FILES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError)
 """What transformers, tokenizers and torch raise for wrong sizes, missing keys and deep nesting."""
+_MAX_TEXT_GROWTH = 1 << 12
 _META_LOCK = threading.Lock()
 """Held while `register_parameter` is patched for all modules."""
 
@@ -105,6 +107,7 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = resolve_model_path(path)
+    _check_text_growth(Path(folder) / "tokenizer.json", path)
     with translate_load_errors(path, folder):
         if _has_generic_tokenizer(Path(folder)):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -120,6 +123,32 @@ def load_tokenizer(path: str, *, trust_remote_code: bool = False) -> PreTrainedT
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
+
+
+def _check_text_growth(file: Path, path: str) -> None:
+    """Raises an error if replacements of tokenizer.json multiply texts, which would end the process."""
+    try:
+        tokenizer = json.loads(file.read_bytes())
+        growth = max(_text_growth(tokenizer[name]) for name in ("normalizer", "decoder"))
+    except (OSError, ValueError, LookupError, TypeError, RecursionError):
+        return  # transformers reports a missing or damaged file
+    if growth > _MAX_TEXT_GROWTH:
+        raise UnsupportedModel(
+            f"{path} cannot be loaded: the replacements of tokenizer.json may make a text over "
+            f"{_MAX_TEXT_GROWTH:,} times longer; copy it again"
+        )
+
+
+def _text_growth(step: JsonValue) -> int:
+    """Returns how many times longer the replacements of a normalizer or decoder may make a text."""
+    if not isinstance(step, dict):
+        return 1
+    steps = step.get("normalizers") or step.get("decoders")
+    if isinstance(steps, list):
+        return math.prod(map(_text_growth, steps))
+    content = step.get("content")
+    is_replacement = step.get("type") == "Replace" and isinstance(content, str)
+    return max(1, len(str(content))) if is_replacement else 1
 
 
 def _has_generic_tokenizer(folder: Path) -> bool:

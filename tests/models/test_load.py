@@ -382,6 +382,20 @@ def test_a_hostile_file_is_refused_with_its_folder(folder, tmp_path, name, conte
         load(str(tmp_path))
 
 
+@pytest.mark.parametrize(
+    ("part", "steps"), [("normalizer", "normalizers"), ("decoder", "decoders")]
+)
+def test_a_tokenizer_that_multiplies_texts_is_refused(folder, tmp_path, part, steps):
+    """Its texts would have 10 GB, for which the tokenizers library ends the process."""
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer.json"
+    doubling = [{"type": "Replace", "pattern": {"String": "a"}, "content": "aa"}] * 33
+    nested = {"type": "Sequence", steps: [{"type": "Sequence", steps: doubling}]}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {part: nested}))
+    with pytest.raises(UnsupportedModel, match="may make a text over 4,096 times longer"):
+        load_tokenizer(str(tmp_path))
+
+
 def test_a_truncated_tokenizer_is_refused_with_its_folder(folder, tmp_path):
     cut = tmp_path / "cut"
     shutil.copytree(folder, cut)
