@@ -17,6 +17,7 @@ import numpy as np
 
 from hone.retrieval.corpus import Hit, Index
 from hone.retrieval.serve import IndexOptions, answer_requests, open_index
+from hone.retrieval.server import Service
 
 
 class OracleIndex:
@@ -69,7 +70,7 @@ def main() -> None:
         index = OracleIndex(real, options.world / "oracle.jsonl")
     elif options.kind == "random":
         index = RandomIndex(len(corpus))
-    answer_requests(corpus, index, topk=3, host="127.0.0.1", port=options.port)
+    answer_requests(Service(corpus, index, topk=3), "127.0.0.1", options.port, [])
 
 
 if __name__ == "__main__":

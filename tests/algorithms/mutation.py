@@ -261,6 +261,9 @@ def make_workspace() -> Path:
         shutil.copytree(ROOT / name, workspace / name, ignore=ignore)
     shutil.copy(ROOT / "pyproject.toml", workspace)
     shutil.copy(ROOT / "tests/conftest.py", workspace / "tests")
+    for test in (test for test in CORRECTION if not test.startswith("tests/algorithms")):
+        (workspace / test).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / test, workspace / test)
     return workspace
 
 

@@ -63,7 +63,7 @@ READ_ELSEWHERE: dict[str, tuple[str, str]] = {
         "config/trees.py",
         "policy.rollout.n_gpus_per_node",
     ),
-    "**.checkpoint_engine.backend": ("trainer/ppo/source.py", "config.backend"),
+    "**.checkpoint_engine.backend": ("trainer/ppo/publisher.py", "config.backend"),
     "**.checkpoint_engine.update_weights_bucket_megabytes": (
         "workers/train_worker.py",
         "config.rollout.checkpoint_engine.bucket_bytes",
