@@ -134,7 +134,12 @@ def the_lowest_priority_starts_first_and_ties_by_arrival(factory: Factory) -> No
                 )
 
             with factory.slow_motion():
-                running = [Watched(engine, PROMPTS[4], long(factory), f"{i}") for i in range(slots)]
+                # The first ends before the others, so that one slot serves the waiting requests in turn.
+                longer = replace(long(factory), max_tokens=factory.long_tokens + 60)
+                running = [
+                    Watched(engine, PROMPTS[4], longer if i else long(factory), f"{i}")
+                    for i in range(slots)
+                ]
                 for one in running:
                     await one.in_progress()
                 jobs = []
